@@ -1,0 +1,157 @@
+r"""
+Medusa: extra heads on a frozen language model guess several future tokens from one hidden state.
+
+Paper    Cai et al. 2024, arXiv:2401.10774
+Idea     1. One target forward gives the hidden state h_t and the target's own next token.
+         2. K heads read the same h_t; head k guesses the token k places after the next one.
+         3. The best guesses of all heads form a tree of candidate continuations.
+         4. One target forward with a tree mask scores every node of the tree.
+         5. Walk the tree along the target's own choices; add one token of the target's own.
+
+                  +-- lm_head --> x[t+1]                 x[t+1]            0  x . . .
+            h_t --+-- head 1  --> x[t+2]      tree       /    \            1  x x . .
+                  +-- head 2  --> x[t+3]                a      b           2  x . x .
+                  +-- head K  --> x[t+1+K]              |                  3  x x . x
+                                                        c                 (row may look at column)
+
+Maths    p_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                         (sec. 2.1.1)
+         loss         = sum_k decay^k * CE( x[t+1+k], p_k(. | h_t) )                                  (sec. 2.2.1)
+         paper:  W_1^(k)  W_2^(k)  lambda_k      here:  proj (rows of head k)  out[k-1]  decay^k
+
+Shapes   B batch, T tokens, C channels, V vocabulary, K heads, N tree nodes
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, arg
+from tree import Sampler, complete, plant
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config
+
+@dataclass
+class Config:
+    """Medusa-1: heads on a frozen target."""
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one")
+    share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
+    decay: float = arg(0.8, "head k weighs decay^k in the loss")
+    soft: float = arg(0.0, "share of the loss against the target's own distribution instead of the text (the paper: 0)")
+    steps: int = arg(500, "optimiser steps")
+    batch_size: int = arg(8, "sequences in a step")
+    lr: float = arg(3e-3, "learning rate at its peak")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+class Net(nn.Module):
+    """K residual blocks that all read the same hidden state, each followed by an output matrix."""
+
+    def __init__(self, cfg, target):
+        super().__init__()
+        V, C = target.lm_head.weight.shape
+        self.cfg, self.K = cfg, cfg.n_heads
+        self.proj = nn.Linear(C, self.K * C)                           # W1 of all heads in one product
+        nn.init.zeros_(self.proj.weight)                               # silu(0) = 0, so at the start ...
+        nn.init.zeros_(self.proj.bias)                                 # ... every head equals the target's lm_head
+        self.out = None
+        if not cfg.share_head:
+            self.out = nn.Parameter(target.lm_head.weight.detach().clone().repeat(self.K, 1, 1))     # W2 (K, V, C), a copy
+
+    def forward(self, h, target):  # (..., C) -> (..., K, V)
+        h = h.unsqueeze(-2) + F.silu(self.proj(h)).unflatten(-1, (self.K, -1))                       # (..., K, C)
+        if self.out is None:
+            return target.lm_head(h)
+        return (self.out @ h.unsqueeze(-1)).squeeze(-1) if h.dim() == 2 else torch.einsum("...kc,kvc->...kv", h, self.out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+def guesses(net, target, x):
+    """
+    What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of head k, the
+    tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1).
+    """
+    with torch.no_grad():
+        h = target.hidden(x)                                           # (B, T, C)
+        own = target.lm_head(h)                                        # (B, T, V)
+    logits = net(h, target)                                          # (B, T, K, V)
+    for k in range(1, net.K + 1):
+        yield logits[:, :-k - 1, k - 1].flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
+
+
+def loss(net, target, x):
+    """x (B, T) -> the training loss, and the share of anchors at which each head's best guess is right (K,)."""
+    cfg, total, top1 = net.cfg, 0.0, []
+    for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
+        error = 0.0
+        if cfg.soft < 1:
+            error = (1 - cfg.soft) * F.cross_entropy(guess, truth)
+        if cfg.soft > 0:
+            error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
+        total = total + cfg.decay**k * error
+        top1.append((guess.argmax(-1) == truth).float().mean())
+    return total, torch.stack(top1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draft
+
+class Drafter:
+    """Keeps the hidden state of the last committed token; one product of all heads makes a draft."""
+
+    def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
+        self.net, self.target = net.eval(), target
+        self.shape, self.nodes, self.floor = shape, nodes, floor
+        self.rows = nodes if shape is None else len(shape.parent)
+
+    def start(self, target, max_len):
+        self.h, self.n = None, 0
+
+    def observe(self, tokens, hidden, cache):
+        self.h = hidden[-1]                                            # (C,)
+        self.n += len(tokens)                                          # the root stands at position n
+
+    def draft(self, root, sampler):
+        logits = self.net(self.h, self.target)                       # (K, V)
+        scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, self.nodes, self.floor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Train
+
+def train(cfg, target, run):
+    """
+    Train the heads and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the learning
+    rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
+    """
+    net = Net(cfg, target).to(target.wte.weight.device)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
+        total, _ = loss(net, target, x)
+        opt.zero_grad(set_to_none=True)
+        total.backward()
+        run.sync(net, total)                                         # mean gradient of all processes, clipped; stops on NaN
+        opt.step()
+        run.log(total)
+    return net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Self-check
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    target = GPT(GPTConfig(n_layer=2, n_embd=32, n_ffn=64, vocab_size=50, block_size=128)).double().eval()
+    drafter = Drafter(Net(Config(), target).double(), target)
+    for T in (0.0, 1.0):
+        plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
+        text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
+        assert text == plain, "the drafter changed the text"
+        print(f"medusa, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")

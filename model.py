@@ -1,0 +1,539 @@
+r"""
+The target: a small GPT in two dialects, its KV cache, its tokenizer, and checkpoints.
+
+Idea     One block serves two families, so that one code path decodes them all:
+         llama   RMSNorm, rotary positions, SwiGLU, grouped-query attention     (our own training; Llama, SmolLM2, ...)
+         gpt2    LayerNorm, learned positions, GELU, biases                      (gpt2, gpt2-medium, ...)
+
+             tokens --embed--> x --run(0, L)--> x --norm--> hidden --lm_head--> logits
+                                    |    ^
+                                    v    |  keys after rotation, values
+                                   KVCache: rows [0, length) are the text so far; a forward writes behind them,
+                                            and nothing counts until keep(rows) says which of them became text
+
+Shapes   B batch, T new tokens, S cached tokens, C channels, H query heads, G key/value heads, D head width, V vocabulary
+"""
+import base64
+import hashlib
+import json
+import math
+import os
+import struct
+import sys
+import argparse
+from dataclasses import MISSING, asdict, dataclass, field, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+def arg(default, help):
+    """A dataclass field that is also a command line option."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class GPTConfig:
+    """Shape of the backbone."""
+    n_layer: int = arg(4, "number of blocks")
+    n_head: int = arg(4, "query heads")
+    n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention")
+    n_embd: int = arg(256, "C, channels")
+    n_ffn: int = arg(688, "width of the feed-forward layer")
+    vocab_size: int = arg(4096, "V, size of the vocabulary")
+    block_size: int = arg(512, "longest text in tokens, prompt included")
+    style: str = arg("llama", "llama or gpt2")
+    tied: bool = arg(True, "lm_head is the embedding matrix")
+    head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head")
+    qkv_bias: bool = arg(False, "biases on queries, keys and values (gpt2 always has them)")
+    rope_theta: float = arg(10000.0, "base of the rotary frequencies")
+    eps: float = arg(1e-5, "epsilon of the norms")
+
+    def __post_init__(self):
+        assert self.style in ("llama", "gpt2"), f"style is {self.style!r}, not llama or gpt2"
+        assert self.n_head % self.n_kv_head == 0, f"{self.n_head} query heads do not share {self.n_kv_head} key/value heads"
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+def rotate(x, cos, sin):
+    """Rotary positions (RoFormer eq. 34, halves paired as in Llama). x (B, H, T, D); cos, sin (.., T, D), sin signed."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+
+
+def attend(q, k, v, mask=None, causal=False):
+    """
+    Softmax attention with grouped queries. q (B, H, T, D), k and v (B, G, S, D), mask (T, S) additive -> (B, H, T, D).
+
+    With a cache the queries of a group are laid side by side as rows, so that keys and values are read once per group
+    and never copied.
+    """
+    B, H, T, D = q.shape
+    G = k.size(1)
+    if G == H or causal:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=G != H)
+    if mask is not None:
+        mask = mask.repeat(*[1] * (mask.dim() - 2), H // G, 1)                           # (.., H/G * T, S)
+    y = F.scaled_dot_product_attention(q.reshape(B, G, H // G * T, D), k, v, attn_mask=mask)
+    return y.view(B, H, T, D)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the mask decides what causal means inside a tree."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        H, G, D = self.heads = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        bias = cfg.style == "gpt2"
+        self.qkv = nn.Linear(cfg.n_embd, (H + 2 * G) * D, bias=bias or cfg.qkv_bias)
+        self.out = nn.Linear(H * D, cfg.n_embd, bias=bias)
+
+    def forward(self, x, rope, mask, cache=None, layer=0):  # (B, T, C) -> (B, T, C)
+        B, T, C = x.shape
+        H, G, D = self.heads
+        qkv = self.qkv(x).view(B, T, H + 2 * G, D).transpose(1, 2)                       # (B, H+2G, T, D)
+        qk, v = qkv[:, :H + G], qkv[:, H + G:]
+        if rope is not None:
+            qk = rotate(qk, *rope)
+        q, k = qk[:, :H], qk[:, H:]
+        if cache is not None:
+            k, v = cache.write(layer, k, v)                                              # (B, G, S+T, D)
+        y = attend(q, k, v, mask if torch.is_tensor(mask) else None, causal=mask is True)
+        return self.out(y.transpose(1, 2).reshape(B, T, H * D))
+
+
+class MLP(nn.Module):
+    """SwiGLU (llama) or GELU (gpt2)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.swiglu = cfg.style == "llama"
+        self.up = nn.Linear(cfg.n_embd, cfg.n_ffn * (2 if self.swiglu else 1), bias=not self.swiglu)  # gate and up in one
+        self.down = nn.Linear(cfg.n_ffn, cfg.n_embd, bias=not self.swiglu)
+
+    def forward(self, x):  # (B, T, C) -> (B, T, C)
+        x = self.up(x)
+        if self.swiglu:
+            gate, up = x.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(x, approximate="tanh"))
+
+
+def make_norm(cfg):
+    return nn.RMSNorm(cfg.n_embd, eps=cfg.eps) if cfg.style == "llama" else nn.LayerNorm(cfg.n_embd, eps=cfg.eps)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.norm1, self.attn = make_norm(cfg), Attention(cfg)
+        self.norm2, self.mlp = make_norm(cfg), MLP(cfg)
+
+    def forward(self, x, rope, mask, cache=None, layer=0):  # (B, T, C) -> (B, T, C)
+        x = x + self.attn(self.norm1(x), rope, mask, cache, layer)
+        return x + self.mlp(self.norm2(x))
+
+
+class KVCache:
+    """
+    Keys (after rotation) and values of every layer, preallocated: (n_layer, B, G, max_len, D) each.
+
+    Rows [0, length) belong to the text. A forward of T tokens writes rows [length, length + T) and does not move
+    length: keep(rows) does, so rejected drafts vanish by not being kept.
+    """
+
+    def __init__(self, cfg, max_len, B=1, device=None, dtype=None, n_layer=None):
+        shape = (n_layer or cfg.n_layer, B, cfg.n_kv_head, max_len, cfg.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.max_len, self.length = max_len, 0
+
+    def write(self, layer, k, v):
+        """Put k, v (B, G, T, D) behind the text; return all rows (B, G, length+T, D). Raises ValueError if they do not fit."""
+        end = self.length + k.size(2)
+        if end > self.max_len:
+            raise ValueError(f"KV cache is full: {self.length} rows + {k.size(2)} new > {self.max_len}")
+        self.k[layer, :, :, self.length:end] = k
+        self.v[layer, :, :, self.length:end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def keep(self, rows):
+        """Of the rows last written keep these, in this order, as text. rows: ascending offsets from length, e.g. [0, 2, 5]."""
+        n, first = len(rows), 0
+        while first < n and rows[first] == first:                      # a prefix lies in its place already
+            first += 1
+        if first < n:
+            src = torch.tensor(rows[first:], device=self.k.device) + self.length
+            dst = slice(self.length + first, self.length + n)
+            self.k[:, :, :, dst] = self.k[:, :, :, src]                # the gather is a copy, so overlap is no danger
+            self.v[:, :, :, dst] = self.v[:, :, :, src]
+        self.length += n
+
+    def crop(self, length):
+        """Forget all text from this length on."""
+        assert 0 <= length <= self.length, f"cannot crop {self.length} rows to {length}"
+        self.length = length
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer. Everything a drafter needs has a name: embed, run (a range of layers), norm, lm_head."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        C, V = cfg.n_embd, cfg.vocab_size
+        self.wte = nn.Embedding(V, C)
+        self.wpe = nn.Embedding(cfg.block_size, C) if cfg.style == "gpt2" else None
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = make_norm(cfg)
+        self.lm_head = nn.Linear(C, V, bias=False)
+        if cfg.tied:
+            self.lm_head.weight = self.wte.weight
+        if cfg.style == "llama":
+            freq = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2).double() / cfg.head_dim)
+            self.set_rope(freq)
+        for name, p in self.named_parameters():
+            if p.dim() > 1:                                            # GPT-2's: residual outputs shrink with depth
+                shrink = math.sqrt(2 * cfg.n_layer) if name.endswith(("out.weight", "down.weight")) else 1
+                nn.init.normal_(p, std=0.02 / shrink)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def set_rope(self, freq, scale=1.0):
+        """freq (D/2,) rotary frequencies -> the cos and signed sin tables (block_size, D)."""
+        angle = torch.outer(torch.arange(self.cfg.block_size, device=freq.device).double(), freq.double())
+        cos, sin = (scale * angle.cos()).float(), (scale * angle.sin()).float()
+        self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-sin, sin), -1), persistent=False)        # sign of rotate's swapped halves
+
+    def embed(self, idx, pos):  # (B, T), (T,) or (B, T) -> (B, T, C)
+        x = self.wte(idx)
+        return x if self.wpe is None else x + self.wpe(pos)
+
+    def rope(self, pos):
+        """cos and sin for positions pos (T,) or (B, T), ready to rotate (B, H, T, D); None with learned positions."""
+        if self.wpe is not None:
+            return None
+        cos, sin = self.cos[pos], self.sin[pos]
+        return (cos, sin) if pos.dim() == 1 else (cos[:, None], sin[:, None])
+
+    def positions(self, T, cache=None):
+        """(T,) the absolute positions of the next T tokens."""
+        start = cache.length if cache is not None else 0
+        assert start + T <= self.cfg.block_size, f"{start} + {T} tokens do not fit a context of {self.cfg.block_size}"
+        return torch.arange(start, start + T, device=self.wte.weight.device)
+
+    def attention_mask(self, T, mask, cache, dtype):
+        """Bool mask (.., T, S+T), True = may look, or None for causal -> what Attention takes: additive, True (causal) or None."""
+        S = cache.length if cache is not None else 0
+        if mask is None:
+            if T == 1:
+                return None                                            # the only new token may look at everything
+            if S == 0:
+                return True
+            mask = torch.ones(T, S + T, dtype=torch.bool, device=self.wte.weight.device).tril(S)
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+    def run(self, x, pos, mask=None, cache=None, start=0, stop=None):
+        """Layers start .. stop-1 on x (B, T, C) -> (B, T, C). pos as in embed; mask as in attention_mask."""
+        rope = self.rope(pos)
+        mask = self.attention_mask(x.size(1), mask, cache, x.dtype)
+        for i in range(start, self.cfg.n_layer if stop is None else stop):
+            x = self.blocks[i](x, rope, mask, cache, i)
+        return x
+
+    def head(self, x):
+        """Final norm and lm_head. (B, T, C) -> (B, T, V)"""
+        return self.lm_head(self.norm(x))
+
+    def hidden(self, idx, pos=None, mask=None, cache=None):
+        """The last hidden state after the final norm, what lm_head reads. (B, T) -> (B, T, C)"""
+        pos = self.positions(idx.size(1), cache) if pos is None else pos
+        return self.norm(self.run(self.embed(idx, pos), pos, mask, cache))
+
+    def forward(self, idx, pos=None, mask=None, cache=None):
+        """
+        idx   (B, T) tokens
+        pos   (T,) or (B, T) absolute positions; None = they follow the cache
+        mask  (T, S+T) bool, True = may look; None = causal
+        cache KVCache with S rows of text; the new rows are written behind them, see KVCache.keep
+
+        Returns logits (B, T, V) and hidden (B, T, C).
+        """
+        hidden = self.hidden(idx, pos, mask, cache)
+        return self.lm_head(hidden), hidden
+
+    def new_cache(self, max_len, B=1):
+        """An empty cache for this model, on its device and in its dtype."""
+        return KVCache(self.cfg, max_len, B, self.wte.weight.device, self.wte.weight.dtype)
+
+
+def for_decoding(module):
+    """Ready to decode: eval mode, no gradients, and on a CPU every weight matrix stored column by column. The numbers are the
+    same, but MKL then multiplies the 4 to 16 rows of a tree about 1.3 times as fast, and single rows no slower."""
+    for p in module.parameters():
+        p.requires_grad_(False)
+        if p.dim() == 2 and p.device.type == "cpu":
+            p.data = p.data.t().contiguous().t()
+    return module.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers: their weights in our GPT, and back
+
+def hf_layout(cfg):
+    """Yield (our parameter, [their parameters, concatenated along rows], transposed?) for a whole model."""
+    norms = ("weight",) if cfg.style == "llama" else ("weight", "bias")
+    yield "wte.weight", ["model.embed_tokens.weight" if cfg.style == "llama" else "transformer.wte.weight"], False
+    if not cfg.tied:
+        yield "lm_head.weight", ["lm_head.weight"], False
+    if cfg.style == "gpt2":
+        yield "wpe.weight", ["transformer.wpe.weight"], False
+    for kind in norms:
+        yield f"norm.{kind}", [f"model.norm.{kind}" if cfg.style == "llama" else f"transformer.ln_f.{kind}"], False
+    for i in range(cfg.n_layer):
+        ours = f"blocks.{i}."
+        if cfg.style == "llama":
+            theirs = f"model.layers.{i}."
+            yield ours + "norm1.weight", [theirs + "input_layernorm.weight"], False
+            yield ours + "norm2.weight", [theirs + "post_attention_layernorm.weight"], False
+            for kind in ("weight", "bias") if cfg.qkv_bias else ("weight",):
+                yield f"{ours}attn.qkv.{kind}", [f"{theirs}self_attn.{n}_proj.{kind}" for n in "qkv"], False
+            yield ours + "attn.out.weight", [theirs + "self_attn.o_proj.weight"], False
+            yield ours + "mlp.up.weight", [theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight"], False
+            yield ours + "mlp.down.weight", [theirs + "mlp.down_proj.weight"], False
+        else:
+            theirs = f"transformer.h.{i}."
+            for kind in norms:
+                yield f"{ours}norm1.{kind}", [f"{theirs}ln_1.{kind}"], False
+                yield f"{ours}norm2.{kind}", [f"{theirs}ln_2.{kind}"], False
+                for a, b in (("attn.qkv", "attn.c_attn"), ("attn.out", "attn.c_proj"),
+                             ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+                    yield f"{ours}{a}.{kind}", [f"{theirs}{b}.{kind}"], kind == "weight"  # Conv1D keeps (in, out)
+
+
+def from_hf(hf):
+    """A transformers GPT2LMHeadModel, LlamaForCausalLM or a model of Llama's shape -> our GPT, same dtype."""
+    c, weights = hf.config, hf.state_dict()
+    if c.model_type == "gpt2":
+        cfg = GPTConfig(c.n_layer, c.n_head, c.n_head, c.n_embd, c.n_inner or 4 * c.n_embd, c.vocab_size, c.n_positions,
+                        "gpt2", c.tie_word_embeddings, eps=c.layer_norm_epsilon)
+    elif "model.layers.0.mlp.gate_proj.weight" in weights:
+        cfg = GPTConfig(c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.hidden_size, c.intermediate_size,
+                        c.vocab_size, c.max_position_embeddings, "llama", c.tie_word_embeddings,
+                        head_dim=getattr(c, "head_dim", None) or 0, eps=c.rms_norm_eps,
+                        qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights)
+    else:
+        fail(f"cannot read a model of type {c.model_type}: gpt2 and Llama-like models only")
+    model = GPT(cfg).to(hf.dtype)
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for ours, theirs, transposed in hf_layout(cfg):
+            w = torch.cat([weights.pop(name) for name in theirs])
+            params.pop(ours).copy_(w.T if transposed else w)
+    if cfg.tied:
+        weights.pop("lm_head.weight", None)
+    left = [n for n in weights if not n.endswith((".attn.bias", ".masked_bias", "inv_freq"))] + list(params)
+    assert not left, f"tensors without a counterpart: {left[:5]}"
+    if cfg.style == "llama":
+        rotary = hf.model.rotary_emb                                   # has any rope scaling worked in already
+        model.set_rope(rotary.inv_freq, getattr(rotary, "attention_scaling", 1.0))
+    return model
+
+
+def to_hf(model):
+    """Our llama-style GPT as a transformers LlamaForCausalLM with the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    c = model.cfg
+    assert c.style == "llama" and not c.qkv_bias, "only plain llama-style models can be exported"
+    hf = LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, rms_norm_eps=c.eps,
+        max_position_embeddings=c.block_size, rope_theta=c.rope_theta, tie_word_embeddings=c.tied,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None)).to(model.wte.weight.dtype)
+    ours, theirs = model.state_dict(), hf.state_dict()
+    with torch.no_grad():
+        for name, parts, _ in hf_layout(c):
+            for w, part in zip(ours[name].split([theirs[p].size(0) for p in parts]), parts):
+                theirs[part].copy_(w)
+    return hf.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer: byte-level BPE, trained with `tokenizers`, used through `tiktoken`
+
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Tokenizer:
+    """Bytes <-> token ids. ranks: list of byte strings, most basic first; the id after the last one ends a text."""
+
+    def __init__(self, ranks, pattern=PATTERN):
+        import tiktoken
+        self.ranks, self.pattern, self.eos = ranks, pattern, len(ranks)
+        self.vocab_size = len(ranks) + 1
+        self.bpe = tiktoken.Encoding("nanospec", pat_str=pattern, mergeable_ranks={b: i for i, b in enumerate(ranks)},
+                                     special_tokens={"<|end|>": self.eos})
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Learn vocab_size tokens (the end-of-text token among them) from an iterable of strings."""
+        from tokenizers import Regex, Tokenizer as Trainable, models, pre_tokenizers, trainers
+        t = Trainable(models.BPE())
+        t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+                                                   pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
+        # ByteLevel writes bytes as printable characters: itself where printable, else chr(256 + n) in order
+        printable = [b for b in range(256) if chr(b) in alphabet]
+        byte = {chr(b): b for b in printable}
+        byte |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)}
+        tokens = sorted(t.get_vocab().items(), key=lambda item: item[1])
+        return cls([bytes(byte[ch] for ch in token) for token, _ in tokens])
+
+    def encode(self, text):
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids):
+        return b"".join(self.ranks[i] for i in ids if i < self.eos)
+
+    def to_dict(self):
+        return {"pattern": self.pattern, "ranks": [base64.b64encode(b).decode() for b in self.ranks]}
+
+    @classmethod
+    def from_dict(cls, d):
+        return cls([base64.b64decode(b) for b in d["ranks"]], d["pattern"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: tensors in safetensors, everything else as JSON in the same file's header (and beside it, to be read)
+
+def fail(message):
+    """End on an error the user can mend: one clear line, exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def fingerprint(tensors):
+    """A short hash of named tensors: a drafter's checkpoint carries the one of its target."""
+    h = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        h.update(t.view(-1).view(torch.uint8).numpy())
+    return h.hexdigest()[:16]
+
+
+def save(path, tensors, meta):
+    """
+    Write tensors and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
+    whole: a killed run leaves the old file. The .json beside it is a copy for people, never read back.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    text = json.dumps(meta, allow_nan=False)
+    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    tmp = f"{path}.tmp{os.getpid()}"
+    try:
+        save_file(tensors, tmp, metadata={"meta": text})
+        os.replace(tmp, path)
+        with open(tmp, "w") as f:
+            f.write(json.dumps({k: v for k, v in meta.items() if k != "tokenizer"}, indent=1) + "\n")
+        os.replace(tmp, os.path.splitext(path)[0] + ".json")
+    except (OSError, SafetensorError) as e:
+        fail(f"cannot write {path}: {e}")
+    finally:
+        if os.path.exists(tmp):
+            os.remove(tmp)
+
+
+def load(path, what, hint):
+    """-> (tensors, meta) of a file written by save. what and hint complete the message when there is none or it is broken."""
+    if not os.path.isfile(path):
+        fail(f"no {what} in {path}: {hint}")
+    try:
+        tensors = load_file(path)
+        with open(path, "rb") as f:
+            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        return tensors, json.loads(header["__metadata__"]["meta"])
+    except (OSError, SafetensorError, KeyError, ValueError) as e:
+        fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
+
+
+def load_weights(module, tensors, path):
+    """Strict: missing, foreign or misshapen tensors are an error that names them."""
+    own = {k: v.shape for k, v in module.state_dict().items()}
+    wrong = sorted(k for k in own.keys() | tensors.keys() if k not in tensors or k not in own or own[k] != tensors[k].shape)
+    if wrong:
+        k = wrong[0]
+        state = "is missing" if k not in tensors else "is foreign" if k not in own else "has another shape"
+        fail(f"{path} does not fit: {k} {state} ({len(wrong)} tensors differ); train it again or name another checkpoint")
+    module.load_state_dict(tensors)
+    return module
+
+
+def model_tensors(model):
+    """The state of a GPT, a tied lm_head stored once."""
+    return {k: v for k, v in model.state_dict().items() if not (model.cfg.tied and k == "lm_head.weight")}
+
+
+def save_model(path, model, tokenizer, **meta):
+    """Write a backbone. Sets model.fingerprint."""
+    tensors = model_tensors(model)
+    model.fingerprint = fingerprint(tensors)
+    save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta})
+
+
+def load_model(path, device="cpu", dtype=torch.float32):
+    """-> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or no backbone."""
+    tensors, meta = load(path, "backbone", "run python train.py --method backbone")
+    if meta.get("kind") != "backbone":
+        fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
+    model = GPT(GPTConfig(**meta["config"]))
+    if model.cfg.tied:
+        tensors["lm_head.weight"] = tensors["wte.weight"]
+    load_weights(model, tensors, path)
+    model.fingerprint = fingerprint(model_tensors(model))
+    return for_decoding(model.to(device, dtype)), Tokenizer.from_dict(meta["tokenizer"]), meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line and device, shared by train.py and sample.py
+
+def parse(*configs, argv=None, defaults=None):
+    """Fill config dataclasses from one command line; field n_heads becomes --n-heads. defaults override the classes' own."""
+    p = argparse.ArgumentParser(description=configs[0].__doc__, allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.error = fail
+    for f in (f for c in configs for f in fields(c)):
+        default = (defaults or {}).get(f.name, f.default)
+        assert default is not MISSING, f"option {f.name} has no default"
+        kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type, metavar=f.type.__name__)
+        if "choices" in f.metadata:
+            kind["choices"] = f.metadata["choices"]
+        p.add_argument("--" + f.name.replace("_", "-"), default=default, help=f.metadata["help"], **kind)
+    args = vars(p.parse_args(argv))
+    return [c(**{f.name: args[f.name] for f in fields(c)}) for c in configs]
+
+
+def pick_device(name="auto"):
+    """The one place where a device is chosen: cuda, else mps, else cpu. Ends with a message if the named one is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        fail(f"device {name} cannot be used: {str(e).splitlines()[0]}")
+    return name

@@ -1,0 +1,156 @@
+r"""
+Decode with a method and watch it work.
+
+    python sample.py --method medusa --prompt "def main():" --compare
+
+Text goes to stdout as it comes, figures to stderr. What comes out is the target's own text, whatever the method: --compare
+proves it on the spot by running plain decoding beside it.
+"""
+import codecs
+import os
+import statistics
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from model import arg, fail, for_decoding, load, load_model, load_weights, parse, pick_device
+from train import METHODS, accuracy
+from tree import Sampler, complete, generate, parse_tree
+
+PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
+
+
+@dataclass
+class Options:
+    """Generate text with a target and a drafter."""
+    method: str = field(default="medusa", metadata={"help": "the drafter; plain = none", "choices": ["plain", *METHODS]})
+    prompt: str = arg(PROMPT, "the text to continue; - reads it from stdin")
+    max_new_tokens: int = arg(200, "tokens to write at most")
+    temperature: float = arg(0.0, "0 is greedy; 1 samples from the model's own distribution")
+    top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
+    top_p: float = arg(1.0, "sample among the likeliest tokens that hold this much probability (1 = off)")
+    seed: int = arg(0, "same seed, same text, with any method")
+    tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
+    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
+    floor: float = arg(0.02, "a node enters a best-first tree only if its draft probability is above this")
+    share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
+    out: str = arg("out", "folder of checkpoints, as train.py wrote it")
+    checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
+    compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
+    show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
+    device: str = arg("auto", "cpu, cuda, cuda:1, mps")
+    dtype: str = field(default="auto", metadata={"help": "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
+                                                 "choices": ["auto", "float32", "bfloat16", "float16", "float64"]})
+
+
+def load_drafter(opt, target):
+    """The drafter of --method from its checkpoint, or None for plain decoding."""
+    if opt.method == "plain":
+        return None
+    method, path = METHODS[opt.method], opt.checkpoint or os.path.join(opt.out, opt.method)
+    if not path.endswith(".safetensors"):
+        path = os.path.join(path, "model.safetensors")
+    hint = f"run python train.py --method {opt.method}" + (f" --out {opt.out}" if opt.out != Options.out else "")
+    tensors, meta = load(path, f"{opt.method} checkpoint", hint)
+    if meta.get("kind") != opt.method:
+        fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
+    if meta.get("backbone") != target.fingerprint:
+        fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
+    try:
+        net = method.Net(method.Config(**meta["config"]), target)
+    except (TypeError, KeyError) as e:
+        fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
+    net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
+    nodes = opt.nodes or (64 if target.wte.weight.is_cuda else 12)
+    calibration = meta.get("calibration")
+    try:
+        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size, calibration and accuracy(calibration), nodes)
+    except ValueError as e:
+        fail(str(e))
+    return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
+
+
+def setup(opt):
+    """-> target, tokenizer, drafter, sampler for a command line."""
+    device = pick_device(opt.device)
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if opt.dtype == "auto" else opt.dtype
+    try:
+        sampler = Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise)
+    except ValueError as e:
+        fail(str(e))
+    if opt.nodes < 0:
+        fail(f"--nodes must be 0 (a default) or more, not {opt.nodes}")
+    path = os.path.join(opt.out, "backbone", "model.safetensors")
+    if not os.path.exists(path):
+        fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
+    target, tokenizer, _ = load_model(path, device, getattr(torch, dtype))
+    return target, tokenizer, load_drafter(opt, target), sampler
+
+
+def stream(opt, target, tokenizer, prompt, drafter, sampler):
+    """Print the text as it comes, whole characters only. Returns its tokens and Stats."""
+    colour = opt.show and sys.stdout.isatty()
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    steps, tokens = generate(target, prompt, opt.max_new_tokens, drafter, sampler, {tokenizer.eos}), []
+    try:
+        while True:
+            out = next(steps)
+            tokens += out
+            for i, token in enumerate(out):
+                text = utf8.decode(tokenizer.decode_bytes([token]))
+                accepted = colour and i < len(out) - 1                 # the last token of a step is the target's own
+                sys.stdout.write(f"\033[32m{text}\033[0m" if accepted else text)
+            sys.stdout.flush()
+    except StopIteration as stop:
+        sys.stdout.write(utf8.decode(b"", final=True) + "\n")
+        sys.stdout.flush()
+        return tokens, stop.value
+
+
+def histogram(accepted):
+    """Tokens per target forward -> a line such as '1 x34  2 x21  3 x8'."""
+    return "  ".join(f"{n} x{accepted.count(n)}" for n in range(1, max(accepted) + 1))
+
+
+def compare(target, prompt, drafter, sampler, tokens, stats, opt, tokenizer, repeats=3):
+    """Plain decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
+    def once(d):
+        return complete(target, prompt, opt.max_new_tokens, d, sampler, {tokenizer.eos})
+    plain, _ = once(None)                                              # warm-up, as the streamed run was for the method
+    pairs = [(once(None)[1].tokens_per_second, once(drafter)[1].tokens_per_second) for _ in range(repeats)]
+    slow, fast = (statistics.median(p) for p in zip(*pairs))
+    at = next((i for i, (a, b) in enumerate(zip(plain, tokens)) if a != b), min(len(plain), len(tokens)))
+    same = "identical" if plain == tokens else f"DIFFERENT from token {at} on: {plain[at:at + 1]} against {tokens[at:at + 1]}"
+    print(f"plain {slow:.0f} tokens/s, {opt.method} {fast:.0f} tokens/s: speed-up {fast / slow:.2f}; text {same}", file=sys.stderr)
+
+
+def main(argv=None):
+    opt, = parse(Options, argv=argv)
+    if opt.max_new_tokens < 1:
+        fail(f"--max-new-tokens must be 1 or more, not {opt.max_new_tokens}")
+    target, tokenizer, drafter, sampler = setup(opt)
+    text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
+    prompt = [tokenizer.eos] + tokenizer.encode(text)                  # a text begins after the end of another
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    try:
+        tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler)
+    except ValueError as e:
+        print()
+        fail(str(e))
+    except FloatingPointError as e:
+        fail(str(e))
+    why = {"eos": "end of text", "budget": "--max-new-tokens", "context": f"the context of {target.cfg.block_size} tokens is full"}
+    print(f"\n{opt.method}: {len(tokens)} tokens in {len(stats.accepted)} target forwards, tau {stats.tau:.2f}, "
+          f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}", file=sys.stderr)
+    print(f"tokens per forward: {histogram(stats.accepted)}", file=sys.stderr)
+    if opt.compare and drafter:
+        compare(target, prompt, drafter, sampler, tokens, stats, opt, tokenizer)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130)

@@ -1,0 +1,470 @@
+r"""
+Train a backbone and a drafter for it, on text that is already on this machine.
+
+    python train.py --method medusa            # a small backbone first, if out/ has none, then its Medusa heads
+    python train.py --method backbone --data my_texts/
+
+Idea     Corpus     the Python sources of this installation (or --data), split by file into training and held-out text
+         backbone   GPT with Muon for matrices and AdamW for the rest
+         drafter    each method file has its own training loop; here are its batches, its schedule and its checkpoints
+
+Shapes   B sequences in a batch, T tokens in a sequence, K draft positions
+"""
+import dataclasses
+import glob
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import medusa
+from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_weights, parse, pick_device, save, save_model)
+from tree import complete
+
+METHODS = {"medusa": medusa}                                           # --method -> the file that is the method
+
+
+@dataclass
+class Options:
+    """Train a backbone (--method backbone) or a drafter; a drafter trains the backbone first where there is none."""
+    method: str = field(default="medusa", metadata={"help": "what to train", "choices": ["backbone", *METHODS]})
+    data: str = arg("python", "python = the sources of this installation; or a file, a folder, a glob of text")
+    out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...")
+    preset: str = field(default="auto", metadata={"help": "sizes for 2 CPU cores or one data-centre GPU; auto = by device",
+                                                  "choices": ["auto", "cpu", "gpu"]})
+    device: str = arg("auto", "cpu, cuda, cuda:1, mps; auto takes the best there is")
+    seed: int = arg(0, "seed of weights and batches")
+    minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
+    resume: bool = arg(False, "go on where an interrupted run stopped")
+    compile: bool = arg(False, "torch.compile every block (worth it on a GPU)")
+
+
+@dataclass
+class BackboneConfig(GPTConfig):
+    """The backbone and its training."""
+    steps: int = arg(1200, "optimiser steps")
+    batch_size: int = arg(4, "sequences of block_size tokens in a step (or more of them, shorter)")
+    accumulate: int = arg(1, "split a step into this many forward passes, to save memory")
+    lr: float = arg(0.02, "peak learning rate of the matrices (Muon)")
+    lr_rest: float = arg(3e-3, "peak learning rate of embeddings and norms (AdamW)")
+
+
+GPU = {                                                                # what the gpu preset changes; unset = as on a CPU
+    "backbone": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ffn=2048, vocab_size=8192, block_size=1024,
+                     steps=4000, batch_size=48, lr=0.02),
+    "medusa": dict(steps=2000, batch_size=32, lr=1e-3),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corpus
+
+SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+def read_texts(data, with_packages=False):
+    """--data -> list of (name, text). Ends with a message where there is nothing to read."""
+    if data == "python":
+        roots = [sysconfig.get_paths()["stdlib"]]
+        if with_packages:                                              # a GPU asks for more: the packages it came with
+            roots += [os.path.join(sysconfig.get_paths()["purelib"], p) for p in ("torch", "transformers", "numpy")]
+        files = [(root, f) for root in roots for f in sorted(glob.glob(os.path.join(root, "**", "*.py"), recursive=True))
+                 if not SKIP & set(os.path.relpath(f, root).split(os.sep))]
+    elif os.path.isdir(data):
+        files = [(data, f) for f in sorted(glob.glob(os.path.join(data, "**", "*"), recursive=True)) if os.path.isfile(f)]
+    else:
+        files = [(os.path.dirname(f), f) for f in sorted(glob.glob(data, recursive=True)) if os.path.isfile(f)]
+    if not files:
+        fail(f"--data {data}: no file there")
+    texts, skipped = [], 0
+    for root, f in files:
+        try:
+            with open(f, "rb") as file:
+                text = file.read().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            text = "\0"
+        if "\0" in text:
+            skipped += 1
+        elif text.strip():
+            texts.append((os.path.relpath(f, root or "."), text))
+    if not texts:
+        fail(f"--data {data}: no readable UTF-8 text in {len(files)} files")
+    if skipped:
+        say(f"data: {skipped} of {len(files)} files are not UTF-8 text and were left out")
+    return texts
+
+
+class Corpus:
+    """Training and held-out tokens. A file is held out by a hash of its name; a single file gives its last twentieth."""
+
+    def __init__(self, texts):
+        if len(texts) == 1:
+            cut = len(texts[0][1]) * 19 // 20
+            self.train_texts, self.val_texts = [texts[0][1][:cut]], [texts[0][1][cut:]]
+        else:
+            held = {name for name, _ in texts if zlib.crc32(name.replace(os.sep, "/").encode()) % 40 == 0}
+            held = held or {texts[-1][0]}
+            self.train_texts = [text for name, text in texts if name not in held]
+            self.val_texts = [text for name, text in texts if name in held]
+
+    def tokenize(self, tokenizer):
+        def tokens(texts):
+            return torch.tensor([t for text in texts for t in (*tokenizer.encode(text), tokenizer.eos)], dtype=torch.int32)
+        self.tokenizer = tokenizer
+        self.train, self.val = tokens(self.train_texts), tokens(self.val_texts)
+        self.chars_per_token = sum(map(len, self.val_texts)) / max(1, len(self.val) - len(self.val_texts))
+        return self
+
+    def batch(self, seed, B, T):
+        """(B, T) random stretches of training text, a function of seed alone."""
+        if len(self.train) < T + 1:
+            fail(f"the training text has {len(self.train)} tokens, a sequence needs {T + 1}: give more --data")
+        at = torch.randint(len(self.train) - T + 1, (B,), generator=torch.Generator().manual_seed(seed))
+        return torch.stack([self.train[i:i + T] for i in at]).long()
+
+    def val_batches(self, B, T, n):
+        """At most n batches of held-out text, side by side; the same every time."""
+        T = min(T, len(self.val))
+        x = self.val[:len(self.val) // T * T].view(-1, T).long()
+        x = x[torch.linspace(0, len(x) - 1, min(len(x), n * B)).long()]                # spread over all held-out files
+        return list(x.split(B))
+
+    def prompts(self, n, length):
+        """n lists of length tokens of held-out text, spread over all of it."""
+        at = torch.linspace(0, max(0, len(self.val) - length - 1), n).long().tolist()
+        return [self.val[i:i + length].tolist() for i in at]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A training run: batches, schedule, log, checkpoints
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def say(text):
+    """Print on the first process only, above a progress bar."""
+    if rank() == 0:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+class Run:
+    """What every training loop needs and no paper is about. kind: backbone or a method; cfg: its Config."""
+
+    def __init__(self, opt, kind, cfg, corpus, device, T, meta):
+        self.opt, self.kind, self.cfg, self.corpus, self.device, self.T, self.meta = opt, kind, cfg, corpus, device, T, meta
+        self.path = os.path.join(opt.out, kind, "model.safetensors")
+        self.resume_path = os.path.join(opt.out, kind, "resume.safetensors")
+        self.step, self.elapsed, self.stop, self.metrics, self.seen = 0, 0.0, False, {}, []
+        self.amp = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+
+    def progress(self):
+        """0 at the start, 1 at the end, by steps or by minutes."""
+        if self.opt.minutes:
+            return min(1.0, (self.elapsed + time.perf_counter() - self.since) / (60 * self.opt.minutes))
+        return self.step / self.cfg.steps
+
+    def schedule(self):
+        """Learning rate as a share of its peak: 2 % of the way up, then a cosine down to a twentieth."""
+        p = self.progress()
+        return min(1.0, max(p, (self.step + 1) / 1000) / 0.02, 0.525 + 0.475 * math.cos(math.pi * p))
+
+    def steps(self, module, optimisers, evaluate):
+        """
+        Yield batches (B, T) until the training is done; resumes, shows progress, evaluates and saves between them.
+        evaluate(x) -> (loss, top1) on held-out text. Ctrl-C ends the loop after the step at hand, checkpoint written.
+        """
+        self.module, self.optimisers, self.evaluate = module, optimisers, evaluate
+        peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
+        if self.opt.resume and os.path.exists(self.resume_path):
+            self.restore()
+        if self.opt.compile:
+            for block in [m for m in module.modules() if type(m).__name__ == "Block"]:
+                block.compile()
+        old = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True)), signal.signal(
+            signal.SIGTERM, lambda *_: setattr(self, "stop", True))
+        bar = tqdm(total=100, desc=self.kind, disable=None if rank() == 0 else True, bar_format="{desc} {percentage:3.0f}%|{bar}| "
+                   "{elapsed}<{remaining}{postfix}")
+        self.since, self.last = time.perf_counter(), (self.step, time.perf_counter())
+        eval_at = math.floor(self.progress() * 10) + 1
+        module.train()
+        try:
+            while self.progress() < 1 and not self.stop:
+                for o, lrs in zip(optimisers, peak):
+                    for g, lr in zip(o.param_groups, lrs):
+                        g["lr"] = lr * self.schedule()
+                x = self.corpus.batch((self.opt.seed * 1_000_003 + self.step) * self.world + rank(), self.cfg.batch_size, self.T)
+                with self.amp:
+                    yield x.to(self.device)
+                self.step += 1
+                bar.update(int(100 * self.progress()) - bar.n)
+                if self.progress() * 10 >= eval_at and self.progress() < 1:        # ten times in a run
+                    eval_at = math.floor(self.progress() * 10) + 1
+                    self.report()
+                    self.save()
+            self.report()
+            self.meta["finished"] = self.progress() >= 1
+            self.save()
+        finally:
+            bar.close()
+            signal.signal(signal.SIGINT, old[0])
+            signal.signal(signal.SIGTERM, old[1])
+        if self.stop:
+            if rank() == 0:
+                print(f"stopped at step {self.step}; the checkpoint is usable, --resume goes on from here", file=sys.stderr)
+            raise SystemExit(130)
+
+    def sync(self, module, loss):
+        """After backward: average gradients over processes, clip them to norm 1. A loss that is not finite stops the run."""
+        params = [p for p in module.parameters() if p.grad is not None]
+        if self.world > 1:
+            flat = torch.cat([p.grad.flatten() for p in params])
+            dist.all_reduce(flat)
+            for p, g in zip(params, flat.div_(self.world).split([p.numel() for p in params])):
+                p.grad.copy_(g.view_as(p))
+        norm = nn.utils.clip_grad_norm_(params, 1.0)
+        if not math.isfinite(loss := loss if isinstance(loss, float) else loss.item()) or not math.isfinite(norm.item()):
+            fail(f"{self.kind}: loss {loss} at step {self.step}: lower --lr; the last checkpoint in {self.path} is good")
+
+    def log(self, loss):
+        """Remember this step's figures for the next report."""
+        self.seen.append(float(loss) if isinstance(loss, float) else loss.item())
+
+    def report(self):
+        """Evaluate on held-out text; one log line, one line of log.jsonl."""
+        if not self.seen:
+            return
+        now, train = time.perf_counter(), sum(self.seen) / len(self.seen)
+        speed = (self.step - self.last[0]) * self.cfg.batch_size * self.T * self.world / (now - self.last[1])
+        self.module.eval()
+        with torch.no_grad(), self.amp:
+            parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 8)]
+        self.module.train()
+        val = sum(float(l) for l, _ in parts) / len(parts)
+        top1 = [round(float(a), 4) for a in torch.stack([a for _, a in parts]).mean(0)] if len(parts[0][1]) else []
+        spent = self.elapsed + now - self.since
+        eta = spent * (1 / max(self.progress(), 1e-9) - 1)
+        self.metrics = dict(step=self.step, train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1))
+        text = f"step {self.step:5d} | loss {train:.3f} | held-out {val:.3f}"
+        if top1:
+            self.metrics["top1"] = top1
+            text += " | top1 " + " ".join(f"{a:.3f}" for a in top1)
+        else:
+            self.metrics["bits_per_char"] = round(val / math.log(2) / self.corpus.chars_per_token, 4)
+            text += f" | {self.metrics['bits_per_char']:.3f} bits/char"
+        say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
+        if rank() == 0:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(os.path.join(self.opt.out, self.kind, "log.jsonl"), "a") as f:
+                f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+        self.seen, self.last = [], (self.step, time.perf_counter())
+
+    def save(self):
+        """Write the checkpoint and, until the run is finished, what --resume needs. Each file is whole by itself."""
+        if rank() > 0:
+            return
+        meta = {**self.meta, "metrics": self.metrics, "options": asdict(self.opt), "versions": versions()}
+        if self.kind == "backbone":
+            save_model(self.path, self.module, self.corpus.tokenizer, **meta)
+        else:
+            save(self.path, self.module.state_dict(), {"kind": self.kind, "config": asdict(self.cfg), **meta})
+        if meta.get("finished"):
+            for end in (".safetensors", ".json"):
+                path = os.path.splitext(self.resume_path)[0] + end
+                if os.path.exists(path):
+                    os.remove(path)
+            return
+        tensors = {f"module.{k}": v.clone() for k, v in self.module.state_dict().items()}
+        for i, o in enumerate(self.optimisers):
+            for p, state in o.state_dict()["state"].items():
+                tensors |= {f"optimiser.{i}.{p}.{k}": torch.as_tensor(v).clone() for k, v in state.items()}
+        spent = self.elapsed + time.perf_counter() - self.since
+        state = {"kind": self.kind + " (resume)", "config": asdict(self.cfg), "step": self.step, "elapsed": spent}
+        if self.kind == "backbone":
+            state["tokenizer"] = self.corpus.tokenizer.to_dict()
+        save(self.resume_path, tensors, state)
+
+    def restore(self):
+        """Go back to the last save of an interrupted run."""
+        tensors, meta = load(self.resume_path, "interrupted run", "start without --resume")
+        if meta["config"] != asdict(self.cfg):
+            wrong = [k for k, v in asdict(self.cfg).items() if meta["config"].get(k) != v]
+            fail(f"{self.resume_path} was started with another {', '.join(wrong)}: use the same options, or leave --resume out")
+        load_weights(self.module, {k[7:]: v for k, v in tensors.items() if k.startswith("module.")}, self.resume_path)
+        for i, o in enumerate(self.optimisers):
+            state = {}
+            for name, v in tensors.items():
+                if name.startswith(f"optimiser.{i}."):
+                    _, _, p, k = name.split(".", 3)
+                    state.setdefault(int(p), {})[k] = v
+            o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
+        self.step, self.elapsed = meta["step"], meta["elapsed"]
+        say(f"resuming {self.kind} at step {self.step}")
+
+
+def versions():
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                            cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+    return {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backbone
+
+def backbone_loss(model, x):
+    """x (B, T) -> mean cross-entropy of the next token, in nats."""
+    logits, _ = model(x[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()), ()
+
+
+def backbone_step(model, x, accumulate=1):
+    """Gradients of one step of batch x (B, T), in equal parts: as one big batch. Returns the loss."""
+    total = 0.0
+    for part in x.chunk(accumulate):
+        error, _ = backbone_loss(model, part)
+        (error * len(part) / len(x)).backward()
+        total += error.item() * len(part) / len(x)
+    return total
+
+
+def train_backbone(cfg, run):
+    """Train a GPT from scratch on the run's batches and return it."""
+    model = GPT(GPTConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig)})).to(run.device)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
+    ids = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    optimisers = [torch.optim.Muon(matrices, lr=cfg.lr, weight_decay=0.1),
+                  torch.optim.AdamW(rest, lr=cfg.lr_rest, betas=(0.9, 0.95), weight_decay=0.0)]
+    for x in run.steps(model, optimisers, lambda x: backbone_loss(model, x)):
+        model.zero_grad(set_to_none=True)
+        total = backbone_step(model, x, cfg.accumulate)
+        run.sync(model, total)
+        for o in optimisers:
+            o.step()
+        run.log(total)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafters
+
+def calibrate(method, net, target, batches, ranks=32):
+    """
+    How often the r-th best guess for each draft position is right on held-out text: {"hits": K x ranks counts,
+    "samples": K counts}. Their quotients are the accuracies that Medusa's sparse tree is grown from (2.3.3).
+    """
+    hits, samples = None, None
+    with torch.no_grad():
+        for x in batches:
+            rows = []
+            for guess, truth, _ in method.guesses(net, target, x):
+                top = guess.topk(min(ranks, guess.size(-1))).indices                   # (M, ranks)
+                rows.append((top == truth[:, None]).sum(0))
+            n = torch.tensor([x.size(0) * (x.size(1) - k - 1) for k in range(1, len(rows) + 1)])
+            hits = torch.stack(rows) if hits is None else hits + torch.stack(rows)
+            samples = n if samples is None else samples + n
+    return {"hits": hits.tolist(), "samples": samples.tolist()}
+
+
+def accuracy(calibration):
+    """calibration -> K x ranks, the share of anchors at which guess r of position k is right."""
+    return [[h / max(1, n) for h in row] for row, n in zip(calibration["hits"], calibration["samples"])]
+
+
+def mean_tau(target, drafter, prompts, new_tokens, **sampling):
+    """Tokens per target forward over all prompts together."""
+    runs = [complete(target, p, new_tokens, drafter, **sampling)[1] for p in prompts]
+    return sum(sum(s.accepted[1:]) for s in runs) / max(1, sum(s.steps for s in runs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+def setup(opt):
+    """Device and processes. Returns the device's name."""
+    if "RANK" in os.environ:
+        cuda = torch.cuda.is_available() and opt.device in ("auto", "cuda")
+        dist.init_process_group("nccl" if cuda else "gloo")
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else pick_device("cpu" if opt.device == "auto" else opt.device)
+    else:
+        device = pick_device(opt.device)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    head = [a for a in itertools.chain(*(x.split("=", 1) for x in argv))]
+    kind = next((head[i + 1] for i, a in enumerate(head[:-1]) if a == "--method"), Options.method)
+    Config = METHODS[kind].Config if kind in METHODS else BackboneConfig
+    named = lambda name: next((head[i + 1] for i, a in enumerate(head[:-1]) if a == name), "auto")
+    gpu = named("--preset") == "gpu" or named("--preset") == "auto" and pick_device(named("--device")).startswith("cuda")
+    opt, cfg = parse(Options, Config, argv=argv, defaults=GPU.get(kind) if gpu else None)
+    device = setup(opt)
+    torch.manual_seed(opt.seed)
+    say(f"device {device}, {'bf16 autocast' if device.startswith('cuda') else 'fp32'}, {torch.get_num_threads()} threads | "
+        + " ".join(f"{k} {v}" for k, v in versions().items()))
+
+    backbone_path = os.path.join(opt.out, "backbone", "model.safetensors")
+    resume_path = os.path.join(opt.out, "backbone", "resume.safetensors")
+    corpus = Corpus(read_texts(opt.data, with_packages=gpu))
+    if kind == "backbone" or not os.path.exists(backbone_path) or opt.resume and os.path.exists(resume_path):
+        bcfg = cfg if kind == "backbone" else BackboneConfig(**(GPU["backbone"] if gpu else {}))
+        if opt.resume and os.path.exists(resume_path):
+            tokenizer = Tokenizer.from_dict(load(resume_path, "interrupted run", "start without --resume")[1]["tokenizer"])
+        else:
+            tokenizer = Tokenizer.train(corpus.train_texts, bcfg.vocab_size)
+        bcfg.vocab_size = tokenizer.vocab_size                         # a short text may not have that many tokens
+        corpus.tokenize(tokenizer)
+        say(f"corpus: {len(corpus.train):,} training and {len(corpus.val):,} held-out tokens, {corpus.chars_per_token:.2f} characters each")
+        run = Run(opt, "backbone", bcfg, corpus, device, bcfg.block_size, {"finished": False})
+        describe("backbone", bcfg, run)
+        model = train_backbone(bcfg, run)
+        say(f"backbone: {sum(p.numel() for p in model.parameters()):,} parameters, "
+            f"{run.metrics['bits_per_char']:.3f} bits/char on held-out text, {run.metrics['seconds']:.0f} s -> {run.path}")
+        if kind == "backbone":
+            return
+    target, tokenizer, meta = load_model(backbone_path, device)
+    if not meta.get("finished"):
+        say("note: this backbone's training was interrupted; --resume would finish it first")
+    corpus.tokenize(tokenizer)
+    method = METHODS[kind]
+    run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
+    describe(kind, cfg, run)
+    net = method.train(cfg, target, run)
+    net.eval()
+    run.meta["calibration"] = calibrate(method, net, target, [x.to(device) for x in corpus.val_batches(8, run.T, 16)])
+    drafter = method.Drafter(net, target)
+    prompts = corpus.prompts(8, 64)
+    run.metrics["tau"] = round(mean_tau(target, drafter, prompts, 64), 3)
+    run.save()
+    say(f"{kind}: {sum(p.numel() for p in net.parameters()):,} trained parameters, held-out top-1 by position "
+        f"{' '.join(f'{a:.3f}' for a in run.metrics['top1'])}, tau {run.metrics['tau']:.2f} at T = 0, "
+        f"{run.metrics['seconds']:.0f} s -> {run.path}")
+    say(f"now try: python sample.py --method {kind}" + (f" --out {opt.out}" if opt.out != Options.out else ""))
+
+
+def describe(kind, cfg, run):
+    say(f"{kind}: " + " ".join(f"{k}={v}" for k, v in asdict(cfg).items()) + f" | {cfg.batch_size * run.T * run.world:,} tokens a step")
+
+
+if __name__ == "__main__":
+    main()

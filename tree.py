@@ -1,0 +1,373 @@
+r"""
+Token trees: the target's choice, the walk along it, and the decode loop that every method shares.
+
+Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T times a row
+         of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward of the target
+         with a tree mask gives the target's choice after every node, and we walk down while a child carries the choice.
+         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which.
+
+             root x          tree mask     x a b c        target's choice after    x   a   b   c
+             /    \                     x  1 . . .                                 b   e   c   d
+            a      b                    a  1 1 . .
+                   |                    b  1 . 1 .        walk: x -> b -> c, then d is no child:
+                   c                    c  1 . 1 1        emit b c d (two accepted, one bonus token), next root d
+
+Maths    x_t = argmax_v [ z_t(v) + T g_t(v) ]  is a sample of softmax(z_t / T)   (Gumbel-max; Daliri, Musco, Suresh 2024,
+         arXiv:2408.07978, call the sharing of g drafter-invariant speculative decoding)
+         tau = new tokens / target forwards after the prompt's, 1 <= tau <= depth + 1
+
+Shapes   N nodes of a tree (root included), K draft positions, V vocabulary, S cached tokens
+
+A drafter is any object with
+
+    rows                                   most cache rows that it writes behind the text in one forward (its largest tree)
+    start(target, max_len)                 forget the last sequence; at most max_len tokens follow
+    observe(tokens, hidden, cache)         the last forward made these tokens text: list (T,), their hidden states (T, C),
+                                           and the target's cache, whose last T rows they are
+    draft(root, sampler) -> Tree           guess what follows root, the last emitted token, which is not yet in the cache
+    ride(target, idx, pos, mask, cache, tree) -> hidden      optional: run the target's forward itself (Hidden Transfer)
+"""
+import heapq
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target's choice
+
+class Sampler:
+    """
+    Turns logits into choices. Temperature 0 is greedy; top_k 0 and top_p 1 mean off. The same seed gives the same text,
+    whoever drafts; another sample of the same prompt needs another seed. share=False hides the noise from drafters.
+
+    Raises ValueError for values that make no sense.
+    """
+
+    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True):
+        for ok, message in ((0 <= temperature < math.inf, f"temperature must be 0 or more, not {temperature}"),
+                            (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
+                            (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
+                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")):
+            if not ok:
+                raise ValueError(message)
+        self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
+        self.rows = {}                                                 # position -> its noise, until the text has passed it
+
+    def noise(self, t, V, like):
+        """(V,) Gumbel noise for the token at position t: a function of (seed, t) alone. Drawn on the CPU in float64."""
+        if (t, V) not in self.rows:
+            rng = np.random.Generator(np.random.Philox(key=(self.seed, t)))
+            g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))   # -log Exp(1) is Gumbel
+            self.rows[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
+        return self.rows[t, V]
+
+    def forget(self, t):
+        """The text has passed position t: its noise is not asked for again."""
+        for key in [key for key in self.rows if key[0] <= t]:
+            del self.rows[key]
+
+    def filter(self, z):
+        """Logits (N, V): what top-k and top-p exclude becomes -inf. At least one token stays; ties at the k-th stay too."""
+        if 0 < self.top_k < z.size(-1):
+            z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -math.inf)
+        if self.top_p < 1:
+            p = ((z - z.max(-1, keepdim=True).values) / self.temperature).softmax(-1)
+            p, order = p.sort(descending=True, stable=True)
+            drop = p.cumsum(-1) - p >= self.top_p                      # the tokens before it hold top_p already
+            drop[..., 0] = False
+            z = z.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
+        return z
+
+    def scores(self, logits, positions):
+        """(N, V) logits for the tokens at N positions -> (N, V) scores whose argmax is the choice: z + T g."""
+        z = logits.double() if logits.dtype == torch.float64 else logits.float()
+        if self.temperature == 0:
+            return z
+        g = torch.stack([self.noise(t, z.size(-1), z) for t in positions])
+        return self.filter(z) + self.temperature * g
+
+    def choose(self, logits, positions):
+        """(N, V), N positions -> list of the N choices. Raises FloatingPointError on NaN, which no token can answer."""
+        best, choice = self.scores(logits, positions).max(-1)
+        choice = choice.masked_fill_(best.isnan(), -1).tolist()        # the one wait for the device in a step
+        if -1 in choice:
+            raise FloatingPointError("the target's logits are NaN: its weights or dtype are broken")
+        return choice
+
+    def rank(self, logits, positions):
+        """Scores for a drafter's logits: with the target's own noise, so that where q = p the first guess is the choice."""
+        return self.scores(logits, positions) if self.share else logits.float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trees
+
+class Tree:
+    """tokens (N,) of each node, node 0 the root; parent (N,), parent[i] < i, -1 for the root; value (N,) or None: what the
+    drafter thinks of the path down to the node, as a probability."""
+
+    def __init__(self, tokens, parent, value=None):
+        self.tokens, self.parent, self.value = tokens, parent, value
+        self.depth = [0] * len(parent)
+        for i in range(1, len(parent)):
+            self.depth[i] = self.depth[parent[i]] + 1
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def cut(self, depth):
+        """The same tree without the nodes below depth."""
+        if max(self.depth) <= depth:
+            return self
+        keep = [i for i, d in enumerate(self.depth) if d <= depth]
+        new = {old: i for i, old in enumerate(keep)} | {-1: -1}
+        return Tree([self.tokens[i] for i in keep], [new[self.parent[i]] for i in keep],
+                    self.value and [self.value[i] for i in keep])
+
+
+def tree_mask(parent, S=0):
+    """(N,) parents -> (N, S+N) bool: node i may look at all S cached tokens, itself and its ancestors."""
+    N = len(parent)
+    mask = np.zeros((N, S + N), dtype=bool)
+    mask[:, :S] = True
+    for i, up in enumerate(parent):
+        if up >= 0:
+            mask[i] = mask[up]
+        mask[i, S + i] = True
+    return torch.from_numpy(mask)
+
+
+@dataclass
+class Shape:
+    """A tree before its tokens are known: node i takes the rank[i]-th best guess of draft position depth(i)."""
+    parent: list
+    rank: list
+    value: list = None
+
+    def limit(self, K, V):
+        """Cut to K draft positions and V guesses each; the root stays."""
+        keep, depth = {-1: -1}, {-1: -1}
+        out = Shape([], [], self.value and [])
+        for i, (up, r) in enumerate(zip(self.parent, self.rank)):
+            if up in keep and depth[up] < K and r < V:
+                keep[i], depth[i] = len(out.parent), depth[up] + 1
+                out.parent.append(keep[up])
+                out.rank.append(r)
+                if self.value:
+                    out.value.append(self.value[i])
+        return out
+
+
+def chain(k):
+    """One path of k guesses."""
+    return Shape(list(range(-1, k)), [0] * (k + 1))
+
+
+def cartesian(*s):
+    """Every combination of the top s[0] guesses of position 1, top s[1] of position 2, ... (Medusa 2.1.2)"""
+    parent, rank, level = [-1], [0], [0]
+    for width in s:
+        start = len(parent)
+        for up in level:
+            parent += [up] * width
+            rank += range(width)
+        level = range(start, len(parent))
+    return Shape(parent, rank)
+
+
+def grow(p, nodes, floor=0.0):
+    """
+    The tree of at most nodes nodes (root included) that is expected to be accepted furthest, if the guesses of different
+    positions are right independently: p[d][r] = P(guess r of draft position d + 1 is right), and a node is worth the product
+    of p along its path. The best node next to the tree enters until the budget is used or all are below floor.
+
+    With p averaged over a calibration text this is Medusa's sparse tree (2.3.3); with this step's probabilities it is the
+    best-first tree.
+    """
+    shape = Shape([-1], [0], [1.0])
+    heap = [(-p[0][0], 0, 0, 0)] if p else []                          # (-value, parent, draft position, rank)
+    while heap and len(shape.parent) < nodes:
+        value, up, d, r = heapq.heappop(heap)
+        if -value <= floor:
+            break
+        shape.parent.append(up)
+        shape.rank.append(r)
+        shape.value.append(-value)
+        if r + 1 < len(p[d]):                                          # its next sibling ...
+            heapq.heappush(heap, (-shape.value[up] * p[d][r + 1], up, d, r + 1))
+        if d + 1 < len(p):                                             # ... and its first child stand next to the tree now
+            heapq.heappush(heap, (value * p[d + 1][0], len(shape.parent) - 1, d + 1, 0))
+    return shape
+
+
+def plant(root, scores, shape=None, nodes=16, floor=0.0):
+    """
+    A tree for draft positions that are guessed independently. scores (K, V), one row a position, from Sampler.rank.
+    shape fixes the topology; without one the best-first tree of this step's own probabilities is grown.
+    """
+    K, V = scores.shape
+    width = min(V, nodes if shape is None else max(shape.rank) + 1)
+    top = scores.topk(width)
+    guesses = top.indices.tolist()
+    if shape is None:
+        p = (top.values - scores.logsumexp(-1, keepdim=True)).exp().tolist()
+        shape = grow(p, nodes, floor)
+    tree = Tree([root] * len(shape.parent), shape.parent, shape.value)
+    for i in range(1, len(tree)):
+        tree.tokens[i] = guesses[tree.depth[i] - 1][shape.rank[i]]
+    return tree
+
+
+def parse_tree(text, K, V, accuracy=None, nodes=16):
+    """The --tree option -> Shape, or None for best-first. Raises ValueError for a text that names no tree."""
+    if text == "best":
+        return None
+    if text == "sparse":
+        if accuracy is None:
+            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint does not have")
+        return grow(accuracy, nodes).limit(K, V)
+    if text == "chain":
+        return chain(min(K, nodes - 1))
+    try:
+        widths = [int(w) for w in text.split(",")]
+    except ValueError:
+        widths = [0]
+    if min(widths) < 1 or math.prod(widths) > 4096:
+        raise ValueError(f"--tree must be best, sparse, chain, or widths such as 4,2,1, not {text!r}")
+    if len(widths) > K:
+        raise ValueError(f"--tree {text} is {len(widths)} deep, but the drafter guesses {K} positions")
+    return cartesian(*widths).limit(K, V)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Walk and decode loop
+
+def walk(tokens, parent, choice):
+    """
+    Follow the tree along the target's own choices. Exact for any tree: a drafter changes how many tokens come out, never
+    which. (There is no q here, so nothing to correct for: sampled drafts, repeated or sorted children are all right.)
+
+    tokens  (N,)  token of each node; node 0 is the root, the last token already emitted
+    parent  (N,)  parent[i] < i is the node that node i continues, -1 for the root
+    choice  (N,)  the token the target puts after node i, with the noise of that position
+
+    Returns the accepted nodes, root first, and the 1 to depth + 1 tokens to emit; the last one is the bonus token.
+    """
+    child = {(up, token): i for i, (up, token) in enumerate(zip(parent, tokens))}
+    path, out = [0], [choice[0]]
+    while (path[-1], out[-1]) in child:
+        path.append(child[path[-1], out[-1]])
+        out.append(choice[path[-1]])
+    return path, out
+
+
+@dataclass
+class Stats:
+    """What a generation cost. accepted[0] is the prompt's forward, which yields one token; sum(accepted) = tokens emitted."""
+    accepted: list = field(default_factory=list)
+    nodes: int = 0                                                     # tree nodes verified in all steps
+    seconds: dict = field(default_factory=lambda: dict(prompt=0.0, draft=0.0, verify=0.0, rest=0.0))
+    stop: str = ""                                                     # eos, budget (max_new_tokens) or context (block_size)
+
+    @property
+    def steps(self):
+        """Target forwards after the prompt's."""
+        return len(self.accepted) - 1
+
+    @property
+    def tau(self):
+        """Mean accepted length: tokens per target forward after the prompt's, bonus token included."""
+        return sum(self.accepted[1:]) / max(1, self.steps)
+
+    @property
+    def tokens_per_second(self):
+        """Speed after the prompt."""
+        s = self.seconds
+        return sum(self.accepted[1:]) / max(1e-9, s["draft"] + s["verify"] + s["rest"])
+
+
+@torch.inference_mode()
+def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=()):
+    """
+    Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
+    token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
+    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node.
+
+    Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
+    """
+    sampler, stats, block = sampler or Sampler(), Stats(), target.cfg.block_size
+    if len(prompt) == 0 or not isinstance(prompt[0], int):
+        raise ValueError("the prompt must be one non-empty list of token ids (one sequence at a time)")
+    if len(prompt) >= block:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {block}: shorten it")
+    device = target.wte.weight.device
+    left = min(max_new_tokens, block - len(prompt))                    # tokens still to emit
+    stats.stop = "budget" if max_new_tokens <= block - len(prompt) else "context"
+    if left < 1:
+        return stats
+    max_len = len(prompt) + left
+    cache = target.new_cache(max_len + (drafter.rows if drafter else 1))
+    if drafter:
+        drafter.start(target, max_len)
+
+    def forward(idx, pos=None, mask=None, tree=None):
+        idx = torch.tensor([idx], device=device)
+        pos = target.positions(idx.size(1), cache) if pos is None else pos
+        if hasattr(drafter, "ride"):
+            return drafter.ride(target, idx, pos, mask, cache, tree)
+        return target.hidden(idx, pos, mask, cache)
+
+    clock = time.perf_counter()
+    def lap(what):
+        nonlocal clock
+        now = time.perf_counter()
+        stats.seconds[what] += now - clock
+        clock = now
+
+    hidden = forward(prompt)
+    out = sampler.choose(target.lm_head(hidden[:, -1]), [len(prompt)])
+    tokens, path = prompt, range(len(prompt))
+    lap("prompt")
+    while True:
+        cache.keep(path)                                               # these rows are text now
+        end = next((i + 1 for i, token in enumerate(out) if token in eos), 0)
+        stats.accepted.append(len(out))
+        left -= len(out)
+        stats.stop = "eos" if end else stats.stop
+        lap("rest")
+        yield out
+        clock = time.perf_counter()                                    # what the caller did meanwhile is not ours
+        if end or not left:
+            return stats
+        root, S = out[-1], cache.length
+        if drafter:
+            drafter.observe(tokens, hidden[0, path], cache)
+            tree = drafter.draft(root, sampler).cut(left - 1)          # a node deeper than that could never be emitted
+        else:
+            tree = Tree([root], [-1])
+        lap("draft")
+        pos = torch.tensor(tree.depth, device=device) + S
+        hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
+        logits = target.lm_head(hidden[0])                             # (N, V)
+        lap("verify")
+        stats.nodes += len(tree)
+        path, out = walk(tree.tokens, tree.parent, sampler.choose(logits, [S + d + 1 for d in tree.depth]))
+        end = next((i + 1 for i, token in enumerate(out) if token in eos), len(out))
+        out = out[:end]                                                # cut before anything is counted or kept
+        path = path[:len(out)]
+        tokens = [tree.tokens[i] for i in path]
+        sampler.forget(S + len(path))
+
+
+def complete(*args, **kwargs):
+    """generate to the end -> (tokens, Stats)."""
+    steps, tokens = generate(*args, **kwargs), []
+    while True:
+        try:
+            tokens += next(steps)
+        except StopIteration as stop:
+            return tokens, stop.value
