@@ -36,12 +36,12 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Medusa-1: heads on a frozen target."""
-    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one")
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
     decay: float = arg(0.8, "head k weighs decay^k in the loss")
     soft: float = arg(0.0, "share of the loss against the target's own distribution instead of the text (the paper: 0)")
-    steps: int = arg(500, "optimiser steps")
-    batch_size: int = arg(8, "sequences in a step")
+    steps: int = arg(500, "optimiser steps", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 
@@ -137,9 +137,8 @@ def train(cfg, target, run):
         total, _ = loss(net, target, x)
         opt.zero_grad(set_to_none=True)
         total.backward()
-        run.sync(net, total)                                         # mean gradient of all processes, clipped; stops on NaN
+        run.sync(net, total)                                         # mean gradient of all processes, clipped
         opt.step()
-        run.log(total)
     return net
 
 

@@ -21,7 +21,7 @@ import os
 import struct
 import sys
 import argparse
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 import torch.nn as nn
@@ -33,22 +33,22 @@ from safetensors.torch import load_file, save_file
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 
-def arg(default, help):
-    """A dataclass field that is also a command line option."""
-    return field(default=default, metadata={"help": help})
+def arg(default, help, low=0, choices=None):
+    """A dataclass field that is also a command line option: a number of at least low, or one of choices."""
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 
 @dataclass
 class GPTConfig:
     """Shape of the backbone."""
-    n_layer: int = arg(4, "number of blocks")
-    n_head: int = arg(4, "query heads")
-    n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention")
-    n_embd: int = arg(256, "C, channels")
-    n_ffn: int = arg(688, "width of the feed-forward layer")
-    vocab_size: int = arg(4096, "V, size of the vocabulary")
-    block_size: int = arg(512, "longest text in tokens, prompt included")
-    style: str = arg("llama", "llama or gpt2")
+    n_layer: int = arg(4, "number of blocks", low=1)
+    n_head: int = arg(4, "query heads", low=1)
+    n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention", low=1)
+    n_embd: int = arg(256, "C, channels", low=2)
+    n_ffn: int = arg(688, "width of the feed-forward layer", low=1)
+    vocab_size: int = arg(4096, "V, size of the vocabulary", low=2)
+    block_size: int = arg(512, "longest text in tokens, prompt included", low=2)
+    style: str = arg("llama", "which family", choices=["llama", "gpt2"])
     tied: bool = arg(True, "lm_head is the embedding matrix")
     head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head")
     qkv_bias: bool = arg(False, "biases on queries, keys and values (gpt2 always has them)")
@@ -56,9 +56,11 @@ class GPTConfig:
     eps: float = arg(1e-5, "epsilon of the norms")
 
     def __post_init__(self):
-        assert self.style in ("llama", "gpt2"), f"style is {self.style!r}, not llama or gpt2"
-        assert self.n_head % self.n_kv_head == 0, f"{self.n_head} query heads do not share {self.n_kv_head} key/value heads"
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"{self.n_head} query heads cannot share {self.n_kv_head} key/value heads")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.head_dim % 2 or self.head_dim == 0:
+            raise ValueError(f"a head of {self.head_dim} channels cannot be rotated: its width must be even")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -518,14 +520,18 @@ def parse(*configs, argv=None, defaults=None):
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.error = fail
     for f in (f for c in configs for f in fields(c)):
-        default = (defaults or {}).get(f.name, f.default)
-        assert default is not MISSING, f"option {f.name} has no default"
-        kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type, metavar=f.type.__name__)
-        if "choices" in f.metadata:
-            kind["choices"] = f.metadata["choices"]
-        p.add_argument("--" + f.name.replace("_", "-"), default=default, help=f.metadata["help"], **kind)
+        kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
+            type=f.type, choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.type.__name__)
+        p.add_argument("--" + f.name.replace("_", "-"), default=(defaults or {}).get(f.name, f.default),
+                       help=f.metadata["help"].replace("%", "%%"), **kind)
     args = vars(p.parse_args(argv))
-    return [c(**{f.name: args[f.name] for f in fields(c)}) for c in configs]
+    for f in (f for c in configs for f in fields(c)):
+        if f.type in (int, float) and not f.metadata["low"] <= args[f.name] < math.inf:
+            fail(f"--{f.name.replace('_', '-')} must be {f.metadata['low']} or more, not {args[f.name]}")
+    try:
+        return [c(**{f.name: args[f.name] for f in fields(c)}) for c in configs]
+    except ValueError as e:
+        fail(str(e))
 
 
 def pick_device(name="auto"):

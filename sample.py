@@ -10,7 +10,7 @@ import codecs
 import os
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +24,9 @@ PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the li
 @dataclass
 class Options:
     """Generate text with a target and a drafter."""
-    method: str = field(default="medusa", metadata={"help": "the drafter; plain = none", "choices": ["plain", *METHODS]})
+    method: str = arg("medusa", "the drafter; plain = none", choices=["plain", *METHODS])
     prompt: str = arg(PROMPT, "the text to continue; - reads it from stdin")
-    max_new_tokens: int = arg(200, "tokens to write at most")
+    max_new_tokens: int = arg(200, "tokens to write at most", low=1)
     temperature: float = arg(0.0, "0 is greedy; 1 samples from the model's own distribution")
     top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
     top_p: float = arg(1.0, "sample among the likeliest tokens that hold this much probability (1 = off)")
@@ -40,8 +40,8 @@ class Options:
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = field(default="auto", metadata={"help": "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
-                                                 "choices": ["auto", "float32", "bfloat16", "float16", "float64"]})
+    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
+                     choices=["auto", "float32", "bfloat16", "float16", "float64"])
 
 
 def load_drafter(opt, target):
@@ -79,8 +79,6 @@ def setup(opt):
         sampler = Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise)
     except ValueError as e:
         fail(str(e))
-    if opt.nodes < 0:
-        fail(f"--nodes must be 0 (a default) or more, not {opt.nodes}")
     path = os.path.join(opt.out, "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
@@ -127,8 +125,6 @@ def compare(target, prompt, drafter, sampler, tokens, stats, opt, tokenizer, rep
 
 def main(argv=None):
     opt, = parse(Options, argv=argv)
-    if opt.max_new_tokens < 1:
-        fail(f"--max-new-tokens must be 1 or more, not {opt.max_new_tokens}")
     target, tokenizer, drafter, sampler = setup(opt)
     text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
     prompt = [tokenizer.eos] + tokenizer.encode(text)                  # a text begins after the end of another

@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,10 @@ METHODS = {"medusa": medusa}                                           # --metho
 @dataclass
 class Options:
     """Train a backbone (--method backbone) or a drafter; a drafter trains the backbone first where there is none."""
-    method: str = field(default="medusa", metadata={"help": "what to train", "choices": ["backbone", *METHODS]})
+    method: str = arg("medusa", "what to train", choices=["backbone", *METHODS])
     data: str = arg("python", "python = the sources of this installation; or a file, a folder, a glob of text")
     out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...")
-    preset: str = field(default="auto", metadata={"help": "sizes for 2 CPU cores or one data-centre GPU; auto = by device",
-                                                  "choices": ["auto", "cpu", "gpu"]})
+    preset: str = arg("auto", "sizes for 2 CPU cores or one data-centre GPU; auto = by device", choices=["auto", "cpu", "gpu"])
     device: str = arg("auto", "cpu, cuda, cuda:1, mps; auto takes the best there is")
     seed: int = arg(0, "seed of weights and batches")
     minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
@@ -56,9 +55,10 @@ class Options:
 @dataclass
 class BackboneConfig(GPTConfig):
     """The backbone and its training."""
-    steps: int = arg(1200, "optimiser steps")
-    batch_size: int = arg(4, "sequences of block_size tokens in a step (or more of them, shorter)")
-    accumulate: int = arg(1, "split a step into this many forward passes, to save memory")
+    steps: int = arg(1200, "optimiser steps", low=1)
+    batch_size: int = arg(4, "sequences of block_size tokens in a step (or more of them, shorter)", low=1)
+    accumulate: int = arg(1, "split a step into this many forward passes, to save memory", low=1)
+    first_length: int = arg(128, "sequences start this short, and as many more of them, until two thirds of the training", low=1)
     lr: float = arg(0.02, "peak learning rate of the matrices (Muon)")
     lr_rest: float = arg(3e-3, "peak learning rate of embeddings and norms (AdamW)")
 
@@ -209,7 +209,11 @@ class Run:
                 for o, lrs in zip(optimisers, peak):
                     for g, lr in zip(o.param_groups, lrs):
                         g["lr"] = lr * self.schedule()
-                x = self.corpus.batch((self.opt.seed * 1_000_003 + self.step) * self.world + rank(), self.cfg.batch_size, self.T)
+                B, T = self.cfg.batch_size, self.T
+                short = getattr(self.cfg, "first_length", T)
+                if short < T and self.progress() < 2 / 3:
+                    B, T = B * T // short, short
+                x = self.corpus.batch((self.opt.seed * 1_000_003 + self.step) * self.world + rank(), B, T)
                 with self.amp:
                     yield x.to(self.device)
                 self.step += 1
@@ -231,26 +235,24 @@ class Run:
             raise SystemExit(130)
 
     def sync(self, module, loss):
-        """After backward: average gradients over processes, clip them to norm 1. A loss that is not finite stops the run."""
+        """After backward: average gradients over processes, clip them to norm 1. Remembers the loss for the next report."""
         params = [p for p in module.parameters() if p.grad is not None]
         if self.world > 1:
             flat = torch.cat([p.grad.flatten() for p in params])
             dist.all_reduce(flat)
             for p, g in zip(params, flat.div_(self.world).split([p.numel() for p in params])):
                 p.grad.copy_(g.view_as(p))
-        norm = nn.utils.clip_grad_norm_(params, 1.0)
-        if not math.isfinite(loss := loss if isinstance(loss, float) else loss.item()) or not math.isfinite(norm.item()):
-            fail(f"{self.kind}: loss {loss} at step {self.step}: lower --lr; the last checkpoint in {self.path} is good")
-
-    def log(self, loss):
-        """Remember this step's figures for the next report."""
-        self.seen.append(float(loss) if isinstance(loss, float) else loss.item())
+        nn.utils.clip_grad_norm_(params, 1.0)
+        self.seen.append(loss.detach())
 
     def report(self):
-        """Evaluate on held-out text; one log line, one line of log.jsonl."""
+        """Evaluate on held-out text; one log line, one line of log.jsonl. A loss that is not finite ends the run, unsaved."""
         if not self.seen:
             return
-        now, train = time.perf_counter(), sum(self.seen) / len(self.seen)
+        train = torch.stack(self.seen).mean().item()                   # only here does training wait for the device
+        now = time.perf_counter()
+        if not math.isfinite(train):
+            fail(f"{self.kind}: the loss is {train} before step {self.step}: lower --lr; {self.path} keeps the last good state")
         speed = (self.step - self.last[0]) * self.cfg.batch_size * self.T * self.world / (now - self.last[1])
         self.module.eval()
         with torch.no_grad(), self.amp:
@@ -337,9 +339,9 @@ def backbone_step(model, x, accumulate=1):
     """Gradients of one step of batch x (B, T), in equal parts: as one big batch. Returns the loss."""
     total = 0.0
     for part in x.chunk(accumulate):
-        error, _ = backbone_loss(model, part)
-        (error * len(part) / len(x)).backward()
-        total += error.item() * len(part) / len(x)
+        error = backbone_loss(model, part)[0] * (len(part) / len(x))
+        error.backward()
+        total = total + error.detach()
     return total
 
 
@@ -349,7 +351,7 @@ def train_backbone(cfg, run):
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
-    optimisers = [torch.optim.Muon(matrices, lr=cfg.lr, weight_decay=0.1),
+    optimisers = [torch.optim.Muon(matrices, lr=cfg.lr, weight_decay=0.1, ns_steps=3),
                   torch.optim.AdamW(rest, lr=cfg.lr_rest, betas=(0.9, 0.95), weight_decay=0.0)]
     for x in run.steps(model, optimisers, lambda x: backbone_loss(model, x)):
         model.zero_grad(set_to_none=True)
@@ -357,7 +359,6 @@ def train_backbone(cfg, run):
         run.sync(model, total)
         for o in optimisers:
             o.step()
-        run.log(total)
     return model
 
 
@@ -428,6 +429,8 @@ def main(argv=None):
     corpus = Corpus(read_texts(opt.data, with_packages=gpu))
     if kind == "backbone" or not os.path.exists(backbone_path) or opt.resume and os.path.exists(resume_path):
         bcfg = cfg if kind == "backbone" else BackboneConfig(**(GPU["backbone"] if gpu else {}))
+        if bcfg.vocab_size < 257:
+            fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {bcfg.vocab_size}")
         if opt.resume and os.path.exists(resume_path):
             tokenizer = Tokenizer.from_dict(load(resume_path, "interrupted run", "start without --resume")[1]["tokenizer"])
         else:
@@ -453,7 +456,7 @@ def main(argv=None):
     net.eval()
     run.meta["calibration"] = calibrate(method, net, target, [x.to(device) for x in corpus.val_batches(8, run.T, 16)])
     drafter = method.Drafter(net, target)
-    prompts = corpus.prompts(8, 64)
+    prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
     run.metrics["tau"] = round(mean_tau(target, drafter, prompts, 64), 3)
     run.save()
     say(f"{kind}: {sum(p.numel() for p in net.parameters()):,} trained parameters, held-out top-1 by position "

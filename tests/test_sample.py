@@ -1,0 +1,156 @@
+"""sample.py: figures, streaming, comparison, and what it says to a user's mistakes."""
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sample
+import train
+from model import load, save
+from tree import Stats
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run(capsys, *argv):
+    sample.main([str(a) for a in argv])
+    return capsys.readouterr()
+
+
+def refused(capsys, *argv):
+    """Run sample.py; it must end with status 2 and one line on stderr, which is returned."""
+    with pytest.raises(SystemExit) as e:
+        sample.main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_figures_of_a_hand_made_trace():
+    """Catches tau that counts the prompt's forward or leaves out the bonus token."""
+    s = Stats(accepted=[1, 3, 1, 2], seconds=dict(prompt=9.0, draft=1.0, verify=1.5, rest=0.5))
+    assert s.steps == 3 and s.tau == 2.0 and s.tokens_per_second == 2.0
+    assert sample.histogram(s.accepted) == "1 x2  2 x1  3 x1"
+
+
+@pytest.mark.parametrize("method", ["plain", *train.METHODS])
+def test_text_is_the_same_by_every_method(method, trained, capsys):
+    """Catches a drafter that is loaded or driven wrongly by the command line; the text must not depend on it."""
+    if not os.path.exists(os.path.join(trained, method)) and method != "plain":
+        pytest.skip(f"{method} is not in the trained fixture")
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat "]
+    plain = run(capsys, *args, "--method", "plain", "--temperature", 1).out
+    got = run(capsys, *args, "--method", method, "--temperature", 1, "--compare")
+    assert got.out == plain and len(plain) > len("the cat ")
+    assert f"{method}: 40 tokens" in got.err or "stopped by end of text" in got.err
+    assert method == "plain" or "text identical" in got.err
+
+
+@pytest.mark.parametrize("tree", ["best", "sparse", "chain", "3,2,1"])
+def test_trees(tree, trained, capsys):
+    """Catches a tree option that changes the text, or does not load."""
+    args = ["--out", trained, "--max-new-tokens", 30, "--prompt", "a dog", "--temperature", 0.8, "--top-k", 50, "--top-p", 0.9]
+    assert run(capsys, *args, "--tree", tree, "--nodes", 9).out == run(capsys, *args, "--method", "plain").out
+
+
+def test_a_different_text_would_be_noticed(trained, capsys, monkeypatch):
+    """Catches a comparison that says identical whatever it is given."""
+    real = sample.complete
+    monkeypatch.setattr(sample, "complete", lambda t, p, n, d, *a: ([0, 0, 0], real(t, p, n, d, *a)[1]))
+    err = run(capsys, "--out", trained, "--max-new-tokens", 20, "--prompt", "a", "--compare").err
+    assert "DIFFERENT from token" in err
+
+
+def test_many_byte_characters_come_whole(trained, monkeypatch, capsys):
+    """Catches a character that is cut where one token ends and the next begins."""
+    def steps(*args):
+        yield [0]
+        yield [1, 2]
+        yield [3]
+        return Stats(accepted=[1, 2, 1])
+    monkeypatch.setattr(sample, "generate", steps)
+
+    class Bytes:
+        eos = 9
+        def decode_bytes(self, ids):
+            return b"".join({0: b"a\xe2", 1: b"\x82", 2: b"\xac", 3: b"\xf0\x9f"}[i] for i in ids)
+    sample.stream(sample.Options(), None, Bytes(), [0], None, None)
+    assert capsys.readouterr().out == "a€\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_show_colours_accepted_tokens_on_a_terminal_only(trained):
+    """Catches escape codes in a pipe, and colours that are missing on a terminal."""
+    command = [sys.executable, "sample.py", "--out", trained, "--max-new-tokens", "30", "--temperature", "1", "--show",
+               "--prompt", "a"]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert piped.returncode == 0 and "\033[" not in piped.stdout, piped.stderr
+    a, b = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=b, stderr=subprocess.DEVNULL)
+    os.close(b)
+    seen = b""
+    try:
+        while chunk := os.read(a, 4096):
+            seen += chunk
+    except OSError:                                                    # the terminal closed
+        pass
+    os.close(a)
+    assert process.wait() == 0 and b"\033[32m" in seen
+
+
+def test_the_end_of_the_context_is_named(trained, capsys):
+    """Catches generation that stops silently, or runs past the last position."""
+    err = run(capsys, "--out", trained, "--max-new-tokens", 1000, "--prompt", "").err
+    assert "the context of 64 tokens is full" in err or "end of text" in err
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--method", "nosuch"], "nosuch"), (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"),
+    (["--top-p", "1.5"], "top-p"), (["--top-k", "-3"], "top-k"), (["--seed", "-1"], "seed"), (["--max-new-tokens", "0"], "max-new-tokens"),
+    (["--nodes", "-2"], "nodes"), (["--tree", "oak"], "--tree"), (["--tree", "2,2,2,2,2,2"], "deep"), (["--dtype", "int3"], "dtype"),
+    (["--device", "tpu"], "device"), (["--prompt", "long " * 400], "leaves no room"), (["--checkpoint", "/nonexistent"], "no medusa checkpoint"),
+])
+def test_mistakes_get_one_line(argv, says, trained, capsys):
+    """Catches tracebacks for what a user typed."""
+    assert says in refused(capsys, "--out", trained, *argv)
+
+
+def test_without_a_checkpoint_it_says_which_command_makes_one(tmp_path, trained, capsys):
+    """Catches a missing file that ends in a traceback or in advice that does not help."""
+    assert "run python train.py --method medusa" in refused(capsys, "--out", tmp_path)
+    shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
+    assert f"run python train.py --method medusa --out {tmp_path}" in refused(capsys, "--out", tmp_path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, trained, capsys):
+    """Catches heads that are used with a backbone they were not trained on, and loading that is not strict."""
+    tensors, meta = load(os.path.join(trained, "medusa", "model.safetensors"), "", "")
+    path = tmp_path / "x.safetensors"
+    save(str(path), tensors, {**meta, "backbone": "0" * 16})
+    assert "another backbone" in refused(capsys, "--out", trained, "--checkpoint", path)
+    save(str(path), tensors, {**meta, "kind": "amphista"})
+    assert "holds amphista" in refused(capsys, "--out", trained, "--checkpoint", path)
+    save(str(path), {k: v for k, v in tensors.items() if k != "proj.bias"}, meta)
+    assert "proj.bias is missing" in refused(capsys, "--out", trained, "--checkpoint", path)
+    save(str(path), {**tensors, "extra": torch.zeros(1)}, meta)
+    assert "extra is foreign" in refused(capsys, "--out", trained, "--checkpoint", path)
+    save(str(path), tensors, {**meta, "config": {**meta["config"], "nosuch": 1}})
+    assert "another version" in refused(capsys, "--out", trained, "--checkpoint", path)
+    path.write_bytes(path.read_bytes()[:300])
+    assert "broken" in refused(capsys, "--out", trained, "--checkpoint", path)
+
+
+def test_bench_measures_and_ends_with_json(trained, text_file):
+    """Catches a runner that cannot run, or a last line that is not JSON; texts must be the same as plain decoding's."""
+    command = [sys.executable, "bench/run.py", "--out", trained, "--data", text_file, "--prompts", "2", "--prompt-tokens", "8",
+               "--new-tokens", "20", "--methods", "medusa,hf", "--temperatures", "0,1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0, 1) for m in ("plain", "medusa", "hf")]
+    assert all(r["same"] and r["tau"] >= 1 for r in rows if r["method"] != "hf")
+    assert "unknown method" in subprocess.run([*command, "--methods", "x"], cwd=ROOT, capture_output=True, text=True).stderr

@@ -1,0 +1,216 @@
+"""train.py: corpus, steps, checkpoints, resume, and what it says to a user's mistakes."""
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+import model
+import train
+from model import GPT, GPTConfig, Tokenizer, load_file
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TINY = "--n-layer 1 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --batch-size 2 " \
+       "--first-length 32 --device cpu".split()
+
+
+def backbone(out, text_file, *more):
+    train.main(["--method", "backbone", "--out", str(out), "--data", text_file, *TINY, *more])
+
+
+def weights(out, kind="backbone"):
+    return load_file(os.path.join(out, kind, "model.safetensors"))
+
+
+def refused(capsys, *argv):
+    """Run train.py; it must end with status 2 and one line on stderr, which is returned."""
+    with pytest.raises(SystemExit) as e:
+        train.main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_accumulated_steps_equal_the_big_batch():
+    """Catches gradients that are not divided by the number of parts, or parts of unequal size weighed alike."""
+    torch.manual_seed(0)
+    net = GPT(GPTConfig(1, 2, 2, 16, 32, 40, 32)).double()
+    x = torch.randint(40, (8, 20))
+    grads = []
+    for parts in (1, 2, 3):                                            # 3 parts of 8 are 3 + 3 + 2
+        net.zero_grad()
+        loss = train.backbone_step(net, x, parts)
+        grads.append((loss, [p.grad.clone() for p in net.parameters()]))
+    for loss, grad in grads[1:]:
+        torch.testing.assert_close(loss, grads[0][0])
+        for a, b in zip(grad, grads[0][1]):
+            torch.testing.assert_close(a, b)
+
+
+def test_corpus_holds_out_whole_files_and_always_the_same():
+    """Catches held-out text that leaks into training, or a split that depends on which other files there are."""
+    texts = [(f"dir/file{i}.py", f"text number {i} " * 3) for i in range(400)]
+    a, b = train.Corpus(texts), train.Corpus(texts[100:])
+    assert 2 <= len(a.val_texts) <= 40 and len(a.val_texts) + len(a.train_texts) == 400
+    assert not set(a.val_texts) & set(a.train_texts)
+    assert set(b.val_texts) == {t for name, t in texts[100:] if t in set(a.val_texts)}
+    alone = train.Corpus([("x", "0123456789" * 20)])
+    assert alone.train_texts[0] + alone.val_texts[0] == "0123456789" * 20
+
+
+def test_batches_are_a_function_of_the_seed_and_reach_the_last_token(capsys):
+    """Catches an exclusive bound taken twice (the last token never drawn), and text shorter than a sequence."""
+    corpus = train.Corpus([("x", "abcdefghij" * 20)]).tokenize(Tokenizer([bytes([i]) for i in range(256)]))
+    assert torch.equal(corpus.batch(7, 4, 16), corpus.batch(7, 4, 16))
+    assert not torch.equal(corpus.batch(7, 4, 16), corpus.batch(8, 4, 16))
+    corpus.train = torch.arange(17)
+    seen = {row[-1].item() for s in range(40) for row in corpus.batch(s, 4, 16)}
+    assert seen == {15, 16}
+    with pytest.raises(SystemExit):
+        corpus.batch(0, 1, 17)
+    assert "give more --data" in capsys.readouterr().err
+
+
+def test_resume_continues_to_the_same_weights(tmp_path, text_file, monkeypatch, capsys):
+    """Catches optimiser state, step or batches lost on resume. Ctrl-C in the middle leaves a checkpoint that loads."""
+    backbone(tmp_path / "whole", text_file, "--steps", "12")
+    sync, count = train.Run.sync, []
+
+    def interrupt(self, *args):
+        count.append(1)
+        if len(count) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return sync(self, *args)
+    monkeypatch.setattr(train.Run, "sync", interrupt)
+    with pytest.raises(SystemExit) as e:
+        backbone(tmp_path / "parts", text_file, "--steps", "12")
+    assert e.value.code == 130 and len(count) == 7
+    _, _, meta = model.load_model(str(tmp_path / "parts/backbone/model.safetensors"))
+    assert meta["finished"] is False and meta["metrics"]["step"] == 7
+    with pytest.raises(SystemExit) as e:                               # other options would make another run of it
+        backbone(tmp_path / "parts", text_file, "--steps", "13", "--resume")
+    assert e.value.code == 2 and "another steps" in capsys.readouterr().err
+    backbone(tmp_path / "parts", text_file, "--steps", "12", "--resume")
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert not glob.glob(str(tmp_path / "parts/backbone/resume*")) and not glob.glob(str(tmp_path / "*/*/*.tmp*"))
+
+
+def test_a_drafter_resumes_too(tmp_path, text_file, monkeypatch):
+    """Catches a drafter whose optimiser state or schedule starts afresh after an interruption."""
+    backbone(tmp_path, text_file, "--steps", "3")
+    args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "8", "--batch-size", "2"]
+    train.main(args)
+    whole = weights(tmp_path, "medusa")
+    sync, count = train.Run.sync, []
+
+    def interrupt(self, *a):
+        count.append(1)
+        self.stop = len(count) == 4
+        return sync(self, *a)
+    monkeypatch.setattr(train.Run, "sync", interrupt)
+    with pytest.raises(SystemExit):
+        train.main(args)
+    assert not torch.equal(weights(tmp_path, "medusa")["proj.weight"], whole["proj.weight"])
+    train.main(args + ["--resume"])
+    assert all(torch.equal(v, whole[k]) for k, v in weights(tmp_path, "medusa").items())
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, text_file, monkeypatch, capsys):
+    """Catches training on after NaN, and a good checkpoint overwritten with NaN weights."""
+    backbone(tmp_path, text_file, "--steps", "3")
+    before = weights(tmp_path)
+    real = train.backbone_loss
+    monkeypatch.setattr(train, "backbone_loss", lambda m, x: (real(m, x)[0] * float("nan"), ()))
+    with pytest.raises(SystemExit) as e:
+        backbone(tmp_path, text_file, "--steps", "20")
+    assert e.value.code == 2 and "the loss is nan" in capsys.readouterr().err
+    assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path).items())
+
+
+def test_log_and_side_file_are_plain_json(trained):
+    """Catches numpy scalars, NaN or tensors in what other programs read."""
+    for kind in ("backbone", "medusa"):
+        lines = [json.loads(line) for line in open(os.path.join(trained, kind, "log.jsonl"))]
+        assert lines[-1]["val_loss"] > 0 and lines[-1]["step"] > 0
+        side = json.load(open(os.path.join(trained, kind, "model.json")))
+        assert side["kind"] == kind and side["finished"] and side["metrics"]["seconds"] >= 0
+    calibration = side["calibration"]
+    assert len(calibration["hits"]) == len(calibration["samples"]) == side["config"]["n_heads"]
+    assert side["metrics"]["tau"] >= 1
+    assert all(0 <= a <= 1 for row in train.accuracy(calibration) for a in row)
+
+
+def test_calibration_counts_by_hand():
+    """Catches a calibration divisor that is right for the first head only (Medusa's own script)."""
+    class Method:
+        @staticmethod
+        def guesses(net, target, x):
+            for k in (1, 2):
+                truth = x[:, k + 1:].flatten()
+                yield nn.functional.one_hot(truth + (k == 2), 8).float(), truth, None   # head 2 is always one off
+    x = torch.arange(6).view(1, 6)
+    c = train.calibrate(Method, None, None, [x, x], ranks=3)
+    assert c["samples"] == [8, 6] and c["hits"][0] == [8, 0, 0] and c["hits"][1][0] == 0
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--method", "nosuch"], "nosuch"), (["--nosuch", "1"], "--nosuch"), (["--lr", "fast"], "--lr"), (["--meth", "medusa"], "--meth"),
+    (["--n-heads", "1.5"], "--n-heads"), (["--steps", "0"], "--steps"), (["--batch-size", "0"], "--batch-size"), (["--lr", "-1"], "--lr"),
+    (["--minutes", "-1"], "--minutes"), (["--data", "/nonexistent"], "no file"), (["--device", "cuda:99"], "device"),
+    (["--method", "backbone", "--n-head", "3", "--n-kv-head", "2"], "heads"), (["--method", "backbone", "--vocab-size", "100"], "--vocab-size"),
+    (["--method", "backbone", "--style", "rnn"], "style"),
+])
+def test_mistakes_get_one_line(argv, says, tmp_path, capsys):
+    """Catches tracebacks and bare assertions for what a user typed."""
+    assert says in refused(capsys, *argv, "--out", tmp_path)
+
+
+def test_texts_that_cannot_be_read(tmp_path, capsys):
+    """Catches binary, Latin-1 or empty files that end in a traceback, or one bad file that spoils a folder."""
+    (tmp_path / "binary").write_bytes(b"\x00\x01\x02" * 100)
+    (tmp_path / "latin").write_bytes("é".encode("latin-1") * 100)
+    (tmp_path / "empty").write_text("")
+    for name in ("binary", "latin", "empty"):
+        assert "no readable UTF-8 text" in refused(capsys, "--data", tmp_path / name, "--out", tmp_path / "out")
+    (tmp_path / "good").write_text("good text " * 50)
+    assert [name for name, _ in train.read_texts(str(tmp_path))] == ["good"]
+    assert "2 of 4 files" in capsys.readouterr().out
+    assert "give more --data" in refused(capsys, "--method", "backbone", "--data", tmp_path / "good", "--out", tmp_path / "out")
+
+
+def test_an_integer_is_a_float_and_presets_differ(tmp_path, text_file, capsys):
+    """Catches `--lr 1` refused as no float; a preset that changes nothing; and help that cannot be printed."""
+    backbone(tmp_path, text_file, "--steps", "1", "--lr-rest", "0")
+    assert "lr_rest=0.0" in capsys.readouterr().out
+    for preset, says in (("cpu", "default: 4)"), ("gpu", "default: 12)")):
+        with pytest.raises(SystemExit) as e:
+            train.main(["--method", "backbone", "--preset", preset, "-h"])
+        assert e.value.code == 0 and says in capsys.readouterr().out
+
+
+def test_two_processes_train_one_model(tmp_path, text_file):
+    """Catches gradients that are not averaged over processes, and more than one process that logs or saves."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", "train.py",
+               "--method", "backbone", "--out", str(tmp_path), "--data", text_file, *TINY, "--steps", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step     4 |") == 1 and "256 tokens a step" in done.stdout
+    assert len(weights(tmp_path)) > 5
+
+
+def test_gradients_are_averaged_over_processes(monkeypatch):
+    """Catches a sum where the mean belongs: with two processes of equal gradients nothing may change."""
+    net = nn.Linear(3, 2)
+    net(torch.ones(1, 3)).sum().mul(0.01).backward()
+    before = [p.grad.clone() for p in net.parameters()]
+    monkeypatch.setattr(train.dist, "all_reduce", lambda t: t.mul_(2))
+    run = train.Run.__new__(train.Run)
+    run.world, run.seen = 2, []
+    run.sync(net, torch.tensor(1.0))
+    assert all(torch.allclose(p.grad, b) for p, b in zip(net.parameters(), before))
