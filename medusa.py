@@ -38,8 +38,10 @@ class Config:
     """Medusa-1: heads on a frozen target."""
     n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
+    soft: float = arg(0.0, "weight of the cross-entropy against the target's own distribution")
+    hard: float = arg(1.0, "weight of the cross-entropy against the text")
     decay: float = arg(0.8, "head k weighs decay^k in the loss")
-    soft: float = arg(0.0, "share of the loss against the target's own distribution instead of the text (the paper: 0)")
+    anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
     steps: int = arg(500, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1)
     lr: float = arg(3e-3, "learning rate at its peak")
@@ -62,11 +64,11 @@ class Net(nn.Module):
         if not cfg.share_head:
             self.out = nn.Parameter(target.lm_head.weight.detach().clone().repeat(self.K, 1, 1))     # W2 (K, V, C), a copy
 
-    def forward(self, h, target):  # (..., C) -> (..., K, V)
-        h = h.unsqueeze(-2) + F.silu(self.proj(h)).unflatten(-1, (self.K, -1))                       # (..., K, C)
+    def forward(self, h, target):  # (M, C) -> (M, K, V)
+        z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))                         # (M, K, C)
         if self.out is None:
-            return target.lm_head(h)
-        return (self.out @ h.unsqueeze(-1)).squeeze(-1) if h.dim() == 2 else torch.einsum("...kc,kvc->...kv", h, self.out)
+            return target.lm_head(z)
+        return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,14 +77,23 @@ class Net(nn.Module):
 def guesses(net, target, x):
     """
     What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of head k, the
-    tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1).
+    tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1); while
+    training, M = B * cfg.anchors at most, drawn anew for every batch.
     """
     with torch.no_grad():
         h = target.hidden(x)                                           # (B, T, C)
         own = target.lm_head(h)                                        # (B, T, V)
-    logits = net(h, target)                                          # (B, T, K, V)
-    for k in range(1, net.K + 1):
-        yield logits[:, :-k - 1, k - 1].flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
+    B, T, C = h.shape
+    at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
+    if net.training and 0 < net.cfg.anchors < T - net.K - 1:
+        rng = torch.Generator().manual_seed(int(x.sum()))              # from x alone: --resume draws the same
+        at = torch.rand(B, T - net.K - 1, generator=rng).topk(net.cfg.anchors).indices.to(x.device)
+    row = torch.arange(B, device=x.device)[:, None]
+    logits = net(h[row, at].flatten(0, 1), target).unflatten(0, (B, -1))           # (B, A, K, V)
+    for k, guess in enumerate(logits.unbind(2), 1):
+        n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
+        t = at[:, :n]
+        yield guess[:, :n].flatten(0, 1), x[row, t + 1 + k].flatten(), own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -90,8 +101,8 @@ def loss(net, target, x):
     cfg, total, top1 = net.cfg, 0.0, []
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
-        if cfg.soft < 1:
-            error = (1 - cfg.soft) * F.cross_entropy(guess, truth)
+        if cfg.hard > 0:
+            error = cfg.hard * F.cross_entropy(guess, truth)
         if cfg.soft > 0:
             error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
         total = total + cfg.decay**k * error
@@ -114,11 +125,11 @@ class Drafter:
         self.h, self.n = None, 0
 
     def observe(self, tokens, hidden, cache):
-        self.h = hidden[-1]                                            # (C,)
+        self.h = hidden[-1:]                                           # (1, C)
         self.n += len(tokens)                                          # the root stands at position n
 
     def draft(self, root, sampler):
-        logits = self.net(self.h, self.target)                       # (K, V)
+        logits = self.net(self.h, self.target)[0]                      # (K, V)
         scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, self.nodes, self.floor)
 

@@ -31,11 +31,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import amphista
 import medusa
 from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_weights, parse, pick_device, save, save_model)
 from tree import complete
 
-METHODS = {"medusa": medusa}                                           # --method -> the file that is the method
+METHODS = {"medusa": medusa, "amphista": amphista}                                           # --method -> the file that is the method
 
 
 @dataclass
@@ -66,7 +67,8 @@ class BackboneConfig(GPTConfig):
 GPU = {                                                                # what the gpu preset changes; unset = as on a CPU
     "backbone": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ffn=2048, vocab_size=8192, block_size=1024,
                      steps=4000, batch_size=48, lr=0.02),
-    "medusa": dict(steps=2000, batch_size=32, lr=1e-3),
+    "medusa": dict(steps=2000, batch_size=32, anchors=256, lr=1e-3),
+    "amphista": dict(steps=2000, batch_size=32, anchors=256, lr=5e-4),
 }
 
 

@@ -1,0 +1,55 @@
+"""README.md: every command in it runs, at tiny size, and what it says of the files is true."""
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+README = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
+BLOCKS = re.findall(r"```(?:bash|sh)\n(.*?)```", README, re.S)
+COMMANDS = sorted({part.split("#")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()
+                   for part in line.split("&&") if part.strip().startswith("python")})
+
+BACKBONE = "--n-layer 1 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --first-length 32 " \
+           "--steps 3 --batch-size 2"
+DRAFTER = "--steps 3 --batch-size 2"
+TINY = {"sample.py": "--max-new-tokens 8 --prompt a", "bench/run.py": "--prompts 1 --prompt-tokens 8 --new-tokens 8"}
+
+
+def test_there_are_commands():
+    """Catches a README whose commands the next test no longer finds."""
+    assert any("train.py" in c for c in COMMANDS) and any("sample.py" in c for c in COMMANDS) and len(COMMANDS) >= 5
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "pytest" not in c])
+def test_commands_run(command, trained, text_file, tmp_path):
+    """Catches a command in the README that does not run as written (its sizes apart)."""
+    words = shlex.split(command)[1:]
+    assert os.path.exists(os.path.join(ROOT, words[0])), words[0]
+    more = TINY.get(words[0], "")
+    if words[0] == "train.py":
+        more = f"--data {text_file} --device cpu " + (BACKBONE if "backbone" in words else DRAFTER)
+    out = tmp_path if words[0] == "train.py" and "backbone" in words else trained
+    if words[0] in ("train.py", "sample.py", "bench/run.py"):
+        more += f" --out {out}"
+    if words[0] == "bench/run.py":
+        more += f" --data {text_file}"
+    done = subprocess.run([sys.executable, *words, *more.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere():
+    """Catches a link to a file that is not there."""
+    for path in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert os.path.exists(os.path.join(ROOT, path)), path
+
+
+def test_every_word_of_the_project_is_its_own():
+    """Catches the name of one machine's folder in a tracked text."""
+    home = os.path.expanduser("~")
+    for name in os.listdir(ROOT):
+        if name.endswith((".py", ".md", ".txt")):
+            assert home not in open(os.path.join(ROOT, name), encoding="utf-8").read(), name
