@@ -151,8 +151,7 @@ def guesses(net, target, x):
     stages = net.adapt(h[:, :-1], x[:, 1:], target)                    # (B, T-1, C) each, over the whole text
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
     if net.training and 0 < net.cfg.anchors < T - net.K - 1:           # what follows costs more than the stages
-        rng = torch.Generator().manual_seed(int(x.sum()))              # from x alone: --resume draws the same
-        at = torch.rand(B, T - net.K - 1, generator=rng).topk(net.cfg.anchors).indices.to(x.device)
+        at = torch.rand(B, T - net.K - 1).topk(net.cfg.anchors).indices.to(x.device)
         stages = [s.gather(1, at[..., None].expand(-1, -1, C)) for s in stages]  # (B, A, C) each
     logits = net([s.flatten(0, 1) for s in stages], target).unflatten(0, (B, -1))  # (B, A, K, V)
     row = torch.arange(B, device=x.device)[:, None]

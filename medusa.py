@@ -86,8 +86,7 @@ def guesses(net, target, x):
     B, T, C = h.shape
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
     if net.training and 0 < net.cfg.anchors < T - net.K - 1:
-        rng = torch.Generator().manual_seed(int(x.sum()))              # from x alone: --resume draws the same
-        at = torch.rand(B, T - net.K - 1, generator=rng).topk(net.cfg.anchors).indices.to(x.device)
+        at = torch.rand(B, T - net.K - 1).topk(net.cfg.anchors).indices.to(x.device)
     row = torch.arange(B, device=x.device)[:, None]
     logits = net(h[row, at].flatten(0, 1), target).unflatten(0, (B, -1))           # (B, A, K, V)
     for k, guess in enumerate(logits.unbind(2), 1):

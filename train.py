@@ -32,11 +32,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import amphista
+import hidden_transfer
 import medusa
+import moa
 from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_weights, parse, pick_device, save, save_model)
 from tree import complete
 
-METHODS = {"medusa": medusa, "amphista": amphista}                                           # --method -> the file that is the method
+METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_transfer, "moa": moa}                                           # --method -> the file that is the method
 
 
 @dataclass
@@ -69,6 +71,8 @@ GPU = {                                                                # what th
                      steps=4000, batch_size=48, lr=0.02),
     "medusa": dict(steps=2000, batch_size=32, anchors=256, lr=1e-3),
     "amphista": dict(steps=2000, batch_size=32, anchors=256, lr=5e-4),
+    "hidden_transfer": dict(steps=2000, batch_size=32, anchors=128, lr=5e-4),
+    "moa": dict(steps=2000, batch_size=32, lr=6e-4),
 }
 
 
@@ -257,7 +261,8 @@ class Run:
             fail(f"{self.kind}: the loss is {train} before step {self.step}: lower --lr; {self.path} keeps the last good state")
         speed = (self.step - self.last[0]) * self.cfg.batch_size * self.T * self.world / (now - self.last[1])
         self.module.eval()
-        with torch.no_grad(), self.amp:
+        with torch.no_grad(), self.amp, torch.random.fork_rng(devices=[]):         # a look at the model changes nothing
+            torch.manual_seed(0)
             parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 8)]
         self.module.train()
         val = sum(float(l) for l, _ in parts) / len(parts)
@@ -295,6 +300,7 @@ class Run:
                     os.remove(path)
             return
         tensors = {f"module.{k}": v.clone() for k, v in self.module.state_dict().items()}
+        tensors["rng"] = torch.get_rng_state()
         for i, o in enumerate(self.optimisers):
             for p, state in o.state_dict()["state"].items():
                 tensors |= {f"optimiser.{i}.{p}.{k}": torch.as_tensor(v).clone() for k, v in state.items()}
@@ -318,6 +324,7 @@ class Run:
                     _, _, p, k = name.split(".", 3)
                     state.setdefault(int(p), {})[k] = v
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
+        torch.set_rng_state(tensors["rng"])
         self.step, self.elapsed = meta["step"], meta["elapsed"]
         say(f"resuming {self.kind} at step {self.step}")
 

@@ -1,0 +1,332 @@
+r"""
+Hidden Transfer: linear maps turn one token's state, part of the way up the target, into states of tokens to
+come, and the target's own upper blocks finish them.
+
+Paper    Wu et al. 2024, arXiv:2404.12022
+Idea     1. At the input of block l, K linear maps make K pseudo states out of the state of token n, the anchor.
+            State k stands for the token k places after the anchor, which nobody knows yet.
+         2. Pseudo states run through blocks l .. L-1 beside the real ones. They look at the text up to the anchor
+            and at the earlier states of the same anchor; no real token ever looks at them.
+         3. The target's own norm and lm_head read K more tokens from them, in the same forward pass.
+         4. That pass is the verifying pass: tree nodes that may end the accepted path carry a group of K pseudo
+            states, and the group of the node that does end it is the next draft.
+
+                     real rows    group of a   group of b           looks at  S  x a b   a1 a2   b1 b2
+            hidden   x   a   b    a1*  a2*     b1*  b2* -> guesses     x      1  1 . .    .  .    .  .
+                     ^   ^   ^    ^    ^       ^    ^                  a      1  1 1 .    .  .    .  .
+            l..L-1   |   |   |    |    |       |    |                  b      1  1 . 1    .  .    .  .
+                     x   a   b   W1 a W2 a    W1 b W2 b                a1     1  1 1 .    1  .    .  .
+                     ^   ^   ^                                         a2     1  1 1 .    1  1    .  .
+            0..l-1   |   |   |    not run for pseudo states            b1     1  1 . 1    .  .    1  .
+                     x   a   b    (tree: x -> a, x -> b; K = 2)        b2     1  1 . 1    .  .    1  1
+
+Maths    p_k  = W_k h_n                    h_n state of anchor n at the input of block layers[k-1], k = 1..K
+         q_k  = softmax( lm_head( norm( blocks l..L-1 of p_k, given x_<=n and p_1..p_k ) ) )   at position n + k
+         loss = sum_k decay^k * KL( target( . | x_<=n+k ) || q_k )                             both are for x[n+1+k]
+
+Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L blocks, N tree nodes, S cached tokens
+         M anchors in a pass. Pseudo rows lie position by position, M each: row (slot of k) * M + (index of anchor)
+
+Differs  The paper's method section could not be had, and no public code is known. What rests on what:
+         abstract    states of the context are transferred, later layers refine them, a tree verifies, lossless
+         digests     linear maps at certain layers, one for each position; they alone are trained; norm and lm_head
+                     as they are; KL to the target's own distribution (direction untold: --kl)
+         follows     position n + k (a gpt2's positions enter at the bottom: there only W_k can express it); real
+                     tokens never look at pseudo states; pseudo keys do not outlive their step
+         remembered  three positions, made about four fifths up; unchecked. Here four, to compare, three quarters up
+         our own     from h_n, not from the state before (--source); identity at the start, no bias (--init); a later
+                     state looks at earlier ones (--blind), guessed from a figure's title; decay^k; random anchors in
+                     a training step; groups for the likeliest ends only, an extra pass when the path ends elsewhere
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, arg, fail
+from tree import Sampler, complete, plant
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config
+
+@dataclass
+class Config:
+    """Hidden Transfer: pseudo states of the next K tokens on a frozen target."""
+    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1)
+    layers: str = arg("", "block at whose input the states are made: one for all, such as 3, or one each, such as "
+                          "2,2,3,3; empty = three quarters up")
+    source: str = arg("anchor", "made from the anchor, or from the state before it", choices=["anchor", "previous"])
+    blind: bool = arg(False, "hide the pseudo states of an anchor from each other")
+    init: str = arg("identity", "the maps at the start", choices=["identity", "random"])
+    kl: str = arg("forward", "KL(target || draft), or KL(draft || target)", choices=["forward", "reverse"])
+    hard: float = arg(0.0, "share of the loss against the text instead of the target's own distribution")
+    decay: float = arg(0.8, "state k weighs decay^k in the loss")
+    anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
+    steps: int = arg(500, "optimiser steps", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1)
+    lr: float = arg(1e-3, "learning rate at its peak")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+class Net(nn.Module):
+    """K linear maps, and the passage of what they make through the target's upper blocks."""
+
+    def __init__(self, cfg, target):
+        super().__init__()
+        C, L, K = target.cfg.n_embd, target.cfg.n_layer, cfg.n_heads
+        self.cfg, self.K = cfg, K
+        self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))                     # W_k
+        for proj in self.proj:
+            nn.init.eye_(proj.weight) if cfg.init == "identity" else nn.init.normal_(proj.weight, std=C**-0.5)
+        try:
+            layers = [int(l) for l in cfg.layers.split(",")] if cfg.layers else [3 * L // 4]
+        except ValueError:
+            layers = []
+        self.layers = layers = layers * K if len(layers) == 1 else layers
+        if not layers or len(layers) != K or min(layers) < 0 or max(layers) >= L:
+            fail(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, from 0 to {L - 1}")
+        if cfg.source == "previous" and layers != sorted(layers):
+            fail(f"--layers {cfg.layers}: with --source previous no state can be made below the one before it")
+        order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])                    # k in the order of joining
+        self.order, self.slot = np.array(order), [order.index(k) for k in range(1, K + 1)]
+        i, j = self.order[:, None], self.order                                          # state i looks at state j
+        self.sees = i == j if cfg.blind else i >= j                                     # (K, K)
+        self.first = min(layers)                                                        # below it: real rows only
+
+    def layout(self, target, n, real):
+        """
+        Positions (K*M,) and mask (K*M, S+K*M) of the pseudo rows of M anchors. n (M,) are the anchors' positions,
+        real (M, S) is what they look at. State k stands at n + k; it looks at that, itself and its earlier siblings.
+        """
+        M, rows, device = len(n), self.K * len(n), target.wte.weight.device
+        pos = np.minimum(np.add.outer(self.order, n), target.cfg.block_size - 1).reshape(rows)
+        own = (self.sees[:, None, :, None] & np.eye(M, dtype=bool)[:, None]).reshape(rows, rows)
+        mask = np.concatenate((np.tile(real, (self.K, 1)), own), 1)
+        return torch.from_numpy(pos).to(device), torch.from_numpy(mask).to(device)
+
+    def forward(self, target, x, anchors, pos, mask, cache, every=False):  # (B, N, C) -> (B, N+K*M, C)
+        """
+        Blocks first .. L-1 on N real rows x (N may be 0) and the pseudo rows, which join behind them on the way.
+        anchors(l, x) -> (B, M, C), the anchors' states at the input of block l; None = no pseudo rows. pos and mask
+        are for all rows. Yields (l, rows) at the input of block l, new ones included, where rows join (or at every
+        block), and (L, rows) at the end.
+        """
+        L = target.cfg.n_layer
+        stops = sorted({*self.layers, *(range(self.first, L) if every else ())})
+        for l, stop in zip(stops, stops[1:] + [L]):
+            h, rows = anchors(l, x), [x]
+            for k in self.order if h is not None else ():
+                if self.layers[k - 1] == l:
+                    chained = self.cfg.source == "previous" and k > 1
+                    rows.append(self.proj[k - 1](rows[-1][:, -h.size(1):] if chained else h))
+            x = torch.cat(rows, 1) if len(rows) > 1 else x
+            yield l, x
+            n = x.size(1)                                              # later states are not there yet
+            x = target.run(x, pos[:n], mask if mask is None else mask[:n, :cache.length + n], cache, l, stop)
+        yield L, x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+class Behind:
+    """A text's cache for training: new rows are joined to it, not written into it, so that gradients reach them."""
+
+    def __init__(self, cache):
+        self.k, self.v, self.length = cache.k, cache.v, cache.max_len
+
+    def write(self, layer, k, v):
+        return torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
+
+
+@torch.no_grad()
+def context(target, x):
+    """The target's own pass over x (B, T) -> the L + 1 states (B, T, C) between its blocks, its keys and values."""
+    pos, cache = target.positions(x.size(1)), target.new_cache(x.size(1), x.size(0))
+    h = [target.embed(x, pos)]
+    for l in range(target.cfg.n_layer):
+        h.append(target.run(h[l], pos, None, cache, l, l + 1))
+    return h, Behind(cache)
+
+
+def transfer(net, target, h, cache, at, every=False):
+    """Pseudo states for the anchors at (A,) of a text in one pass. Yields (l, (B, 1..K, A, C)), as they join."""
+    real = np.tri(h[0].size(1), dtype=bool)[at.numpy()]                # (A, T)  the text up to the anchor
+    pos, mask = net.layout(target, at.numpy(), real)
+    on = at.to(pos.device)
+    for l, x in net(target, h[0][:, :0], lambda l, x: h[l][:, on], pos, mask, cache, every):
+        yield l, x.unflatten(1, (-1, len(at)))
+
+
+def guesses(net, target, x):
+    """
+    What the pseudo states say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of
+    state k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
+    M = B * (T - k - 1); in training M = B * cfg.anchors, drawn at random.
+    """
+    T, K, some = x.size(1), net.K, net.cfg.anchors
+    assert T > K + 1, f"{T} tokens are too few for {K} draft positions"
+    at = torch.arange(T - 2)                                           # anchors with at least one token to guess
+    if net.training and some > 0:                                      # with K; the same in all sequences
+        at = torch.randperm(T - K - 1)[:some].sort().values
+    h, cache = context(target, x)
+    parts = []
+    for part in at.split(64):                                          # anchors never see each other
+        *_, (_, states) = transfer(net, target, h, cache, part)
+        parts.append(states)
+    states = torch.cat(parts, 2)                                       # (B, K, A, C)
+    for k in range(1, K + 1):
+        n = at[at < T - k - 1].to(x.device)                            # their token k + 1 places on is in the text
+        with torch.no_grad():
+            own = target.head(h[-1][:, n + k])                         # (B, A, V)  teacher forcing
+        guess = target.head(states[:, net.slot[k - 1], :len(n)])       # (B, A, V)
+        yield guess.flatten(0, 1), x[:, n + k + 1].flatten(), own.flatten(0, 1)
+
+
+def loss(net, target, x):
+    """x (B, T) -> the training loss, and the share of anchors at which each state's best guess is right (K,)."""
+    cfg, total, top1 = net.cfg, 0.0, []
+    for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
+        error = 0.0
+        if cfg.hard < 1 and cfg.kl == "forward":
+            error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))     # KL + the target's own entropy
+        elif cfg.hard < 1:
+            p, q = own.log_softmax(-1), guess.log_softmax(-1)          # sum_v q (log q - log p)
+            error = (1 - cfg.hard) * F.kl_div(p, q, log_target=True, reduction="batchmean")
+        if cfg.hard > 0:
+            error = error + cfg.hard * F.cross_entropy(guess, truth)
+        total = total + cfg.decay**k * error
+        top1.append((guess.argmax(-1) == truth).float().mean())
+    return total, torch.stack(top1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draft
+
+class Drafter:
+    """
+    Rides in the target's forward. groups: so many nodes, the likeliest to end the path, carry a group of K pseudo
+    rows; when it ends elsewhere, K rows more run through the upper blocks (0 = always so, nodes or more = never).
+    """
+
+    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, groups=4):
+        self.net, self.target = net.eval(), target
+        self.shape, self.nodes, self.floor = shape, nodes, floor
+        most = nodes if shape is None else len(shape.parent)
+        self.groups = min(groups, most)
+        self.rows = most + max(1, self.groups) * net.K
+
+    def start(self, target, max_len):
+        self.tree, self.ends, self.states, self.h, self.n = None, [], {}, None, 0
+
+    def likely_ends(self, N, tree):
+        """The rows that carry a group, by P(the path ends exactly there) = value - sum of the children's values."""
+        if tree is None:                                               # the prompt ends at its end
+            return [N - 1] if self.groups else []
+        stay = [-d for d in tree.depth]                                # without values: shallow nodes first
+        if tree.value:
+            stay = list(tree.value)
+            for i in range(1, N):
+                stay[tree.parent[i]] -= tree.value[i]
+        return sorted(sorted(range(N), key=lambda i: -stay[i])[:self.groups])
+
+    def ride(self, target, idx, pos, mask, cache, tree):
+        """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
+        net, N, S, ends = self.net, idx.size(1), cache.length, self.likely_ends(idx.size(1), tree)
+        self.tree, self.ends, self.states = tree, ends, {}
+        x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
+        at = torch.tensor(ends, device=x.device)
+        if ends:
+            real = np.tri(N, S + N, S, dtype=bool) if mask is None else mask.cpu().numpy()
+            behind, look = net.layout(target, pos.cpu().numpy()[ends], real[ends])
+            pos = torch.cat((pos, behind))
+            real = np.pad(real, ((0, 0), (0, len(behind))))            # real rows look at no pseudo row
+            mask = torch.cat((torch.from_numpy(real).to(look.device), look))
+        for l, x in net(target, x, lambda l, x: x.index_select(1, at) if ends else None, pos, mask, cache):
+            self.states[l] = x                                         # (1, N + pseudo rows, C)
+        return target.norm(x[:, :N])                                   # pseudo keys, behind the nodes', go unkept
+
+    def observe(self, tokens, hidden, cache):
+        end = len(tokens) - 1                                          # the row of the last committed token
+        if self.tree is not None:                                      # follow the tokens down the tree, as in walk
+            child = {(up, token): i for i, (up, token) in enumerate(zip(self.tree.parent, self.tree.tokens))}
+            end = 0
+            for token in tokens[1:]:
+                end = child[end, token]
+        net, self.n = self.net, cache.length                           # the root stands at n, the anchor at n - 1
+        x = self.states[self.target.cfg.n_layer]
+        if end in self.ends:
+            m, M = self.ends.index(end), len(self.ends)
+            N = x.size(1) - net.K * M
+        else:                                                          # K rows behind the text, then forgotten
+            m, M, N = 0, 1, 0
+            pos, mask = net.layout(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
+            *_, (_, x) = net(self.target, x[:, :0], lambda l, _: self.states[l][:, end:end + 1], pos, mask, cache)
+        self.h = x[0, [N + slot * M + m for slot in net.slot]]         # (K, C)
+
+    def draft(self, root, sampler):
+        logits = self.target.head(self.h)                              # (K, V)
+        scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, self.nodes, self.floor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Train
+
+def train(cfg, target, run):
+    """
+    Train the maps and return them; the target stays frozen, gradients pass through it. run (train.py) hands out
+    batches (B, T), sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
+    """
+    target.requires_grad_(False)
+    net = Net(cfg, target).to(target.wte.weight.device)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
+        total, _ = loss(net, target, x)
+        opt.zero_grad(set_to_none=True)
+        total.backward()
+        run.sync(net, total)                                           # mean over processes, clipped
+        opt.step()
+    return net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Analysis
+
+@torch.no_grad()
+def by_layer(net, target, x):
+    """
+    Do pseudo states come closer to the real ones on their way up? On x (B, T) two tables (L + 1, K), for state k at
+    the input of block l (row L: at the end): its mean cosine with the real state of the token it stands for, and
+    how often norm and lm_head, put there, read the right token from it. NaN where the state does not exist yet.
+    """
+    h, cache = context(target, x)
+    at = torch.arange(x.size(1) - net.K - 1)
+    n = at.to(x.device)
+    cosine = torch.full((len(h), net.K), float("nan"))
+    top1 = cosine.clone()
+    for l, states in transfer(net, target, h, cache, at, every=True):
+        for k, p in zip(net.order, states.unbind(1)):                  # (B, A, C)
+            cosine[l, k - 1] = F.cosine_similarity(p, h[l][:, n + k], dim=-1).mean()
+            top1[l, k - 1] = (target.head(p).argmax(-1) == x[:, n + k + 1]).float().mean()
+    return cosine, top1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Self-check
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    target = GPT(GPTConfig(n_layer=2, n_embd=32, n_ffn=64, vocab_size=50, block_size=128)).double().eval()
+    drafter = Drafter(Net(Config(), target).double(), target)
+    for T in (0.0, 1.0):
+        plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
+        text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
+        assert text == plain, "the drafter changed the text"
+        print(f"hidden_transfer, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
+              "same text as plain decoding")

@@ -1,0 +1,379 @@
+r"""
+Mixture of Attentions (MoA): a small drafter that reads the target's keys and values of every layer.
+
+Paper    Zimmer et al. 2025 (ICLR), arXiv:2410.03804
+Idea     1. LSA: attention over the target's layers makes one state of all keys and values of a verified token.
+         2. SA: causal self-attention over the tokens, the drafted ones included.
+         3. CA: every drafted token (query) looks at the states of the verified tokens (keys, values) only.
+         4. TLI: CA's output stands for the input of layer L-N; the target's last N layers and lm_head finish.
+         5. Level by level the best nodes propose children; the best nodes of all become the tree.
+
+            verified x[0..t]                        x[0..t], root x[t+1], drafts x[t+2] ..
+                 |                                      |
+            target, L layers                        embedding                      tree of depth k:
+                 | k, v of every layer                  |                            x[t+1]
+            LSA over layers, mean, Ekv2E            SA over tokens                   /    \
+                 |                                      |                           a      b        level 1
+            s[0..t] ------------ k, v ----------------> CA                          |    / | \
+                                                        | f                         c   d  e  f     level 2
+            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm --> lm_head --> guess x[t+1+k] at x[t+k]
+
+Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no mask; rotary by layer
+         f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i        TLI_0(f) = f, in normed space
+         q_i     = softmax( lm_head h'_i ),   V(node) = product of q along its path   (EAGLE-2, arXiv:2406.16858)
+         start(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
+         loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                                    p and h are the target's
+                   N > 0: the second term is half that, half SmoothL1( f, input of layer L-N )
+         here:  W b = ekv2e   N = tli   e = target.embed   f h' = f guess
+
+Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target, K draft depth,
+         H query and G key/value heads of width D
+Differs  The authors' code is known to us, the paper's text is not. From the code: modules, masks, staircase,
+         losses, tree. Inferred: "without LSA" means that CA reads the last hidden state. Ours:
+         start(i)   the last verified position before i; theirs is up to i, so that some queries see the state of
+                    their own token, which no draft ever does
+         plain text a random prefix is the prompt, every position counts; theirs: those of the response
+         TLI        works at inference (theirs does not); positions overwritten in training leave the final loss
+         start      norms 1, residual outputs 0: untrained, with N = L, it is the target (theirs: all N(0, 0.02))
+         sizes      LSA's MLP is narrower; SA and CA have the target's G heads, theirs half
+         T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
+         gpt2       SA reads wte + wpe, the input of layer 0, and rotates besides; our blocks are Llama's
+"""
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, MLP, Block, GPTConfig, KVCache, arg, attend, make_norm, rotate
+from tree import Sampler, Tree, complete
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config
+
+@dataclass
+class Config:
+    """Mixture of Attentions on a frozen target."""
+    depth: int = arg(4, "K, levels of the tree", low=1)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1)
+    tli: int = arg(1, "N, last layers of the target that the drafter runs too; 0 = none")
+    mlp: int = arg(0, "feed-forward width of SA and CA; 0 = 1.5 C (the authors')")
+    lsa_mlp: int = arg(256, "feed-forward width of LSA; 0 = 1.5 x its input (the authors')")
+    n_kv_head: int = arg(0, "key/value heads of SA and CA; 0 = as many as the target (the authors': half)")
+    lsa: bool = arg(True, "CA reads keys and values of all layers; off = the last hidden state")
+    on_policy: bool = arg(True, "training hides states since the last verification; off = only a token's own")
+    every_min: int = arg(6, "a verification every U{min..max} tokens in training")
+    every_max: int = arg(14, "see every_min")
+    staircase: bool = arg(True, "early in training SA often sees only tokens since the last verification")
+    tli_exact: bool = arg(False, "N > 0: train on just the states that drafting has; off = as the authors")
+    ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
+    feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
+    steps: int = arg(400, "optimiser steps", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1)
+    lr: float = arg(2e-3, "learning rate at its peak")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+def rotary(n, D, theta):
+    """Cos and signed sin for positions 0 .. n-1, as model.rotate takes them: (2, n, D)."""
+    angle = torch.outer(torch.arange(n).double(), theta ** (-torch.arange(0, D, 2).double() / D))
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).float()
+
+
+class CrossAttention(nn.Module):
+    """CA: one pre-norm layer with queries from SA, keys and values from LSA, and one norm for both."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        H, G, D = self.heads = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.norm1, self.norm2, self.mlp = make_norm(cfg), make_norm(cfg), MLP(cfg)
+        self.q = nn.Linear(cfg.n_embd, H * D, bias=False)
+        self.kv = nn.Linear(cfg.n_embd, 2 * G * D, bias=False)
+        self.out = nn.Linear(H * D, cfg.n_embd, bias=False)
+
+    def keys(self, s, rope):  # (B, S, C) -> keys, values (B, G, S, D): once for a verified token
+        H, G, D = self.heads
+        k, v = self.kv(self.norm1(s)).view(*s.shape[:2], 2 * G, D).transpose(1, 2).chunk(2, 1)
+        return rotate(k, *rope), v
+
+    def forward(self, x, kv, rope, mask):  # (B, T, C), mask (.., T, S) additive -> (B, T, C)
+        H, G, D = self.heads
+        q = rotate(self.q(self.norm1(x)).view(*x.shape[:2], H, D).transpose(1, 2), *rope)
+        y = attend(q, *kv, mask)                                       # (B, H, T, D)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    """LSA, SA and CA: what is trained. The target's layers and embeddings are only borrowed, call by call."""
+
+    def __init__(self, cfg, target):
+        super().__init__()
+        c = target.cfg
+        assert 0 <= cfg.tli <= c.n_layer, f"the target has {c.n_layer} layers, tli = {cfg.tli} asks for more"
+        assert 2 <= cfg.every_min <= cfg.every_max, f"every_min {cfg.every_min} > every_max {cfg.every_max}, or < 2"
+        self.cfg, self.K = cfg, cfg.depth
+        self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
+                             n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
+        self.sa, self.ca = Block(self.layer), CrossAttention(self.layer)
+        E = 2 * c.n_kv_head * c.head_dim if cfg.lsa else c.n_embd      # width of what is read
+        over_layers = replace(self.layer, n_embd=E, n_kv_head=c.n_kv_head, n_ffn=cfg.lsa_mlp or E * 3 // 2,
+                              head_dim=max(2, c.head_dim // 4 * 2))    # D / 2 as the authors', and even
+        self.lsa = Block(over_layers) if cfg.lsa else None
+        self.ekv2e = nn.Linear(E, c.n_embd)
+        self.register_buffer("rope", rotary(c.block_size, c.head_dim, c.rope_theta), persistent=False)
+        self.register_buffer("layer_rope", rotary(c.n_layer, over_layers.head_dim, c.rope_theta), persistent=False)
+        for name, p in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):           # residual branches add nothing at first
+                nn.init.zeros_(p)
+
+    def read(self, k, v, hidden):
+        """The target's side: k, v (L, B, G, T, D), last hidden (B, T, C) -> s (B, T, C), token by token."""
+        if self.lsa is None:
+            return self.ekv2e(hidden)
+        L, B, G, T, D = k.shape
+        x = torch.cat((k, v), -1)                                      # [k_h ; v_h] (L, B, G, T, 2D)
+        x = x.permute(1, 3, 0, 2, 4).reshape(B * T, L, 2 * G * D)
+        x = self.lsa(x, self.layer_rope, None)                         # no mask: every layer sees every layer
+        return self.ekv2e(x.mean(1)).view(B, T, -1)
+
+    def finish(self, f, target, pos, mask, cache=None):
+        """TLI: CA's output (B, T, C) through the target's last N layers -> what lm_head reads."""
+        if self.cfg.tli == 0:
+            return f
+        rope = target.rope(pos)
+        for i in range(-self.cfg.tli, 0):                              # from the end: a cache may have just N
+            f = target.blocks[i](f, rope, mask, cache, i)
+        return target.norm(f)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+@torch.no_grad()
+def guesses(net, target, x):
+    """
+    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for every
+    anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have guessed, and the
+    target's own logits (M, V) for them, with M = B * (T - k - 1).
+    """
+    B, T = x.shape
+    pos, additive = target.positions(T), lambda mask: target.attention_mask(len(mask), mask, None, h.dtype)
+    cache = target.new_cache((net.K + 1) * T, B)
+    h = target.hidden(x, cache=cache)                                  # (B, T, C)
+    own = target.lm_head(h)                                            # (B, T, V)
+    cache.keep(range(T))
+    kv = net.ca.keys(net.read(cache.k[..., :T, :], cache.v[..., :T, :], h), net.rope[:, :T])
+    s = net.sa(target.embed(x, pos), net.rope[:, :T], True)            # (B, T, C)
+    alone = torch.eye(T, dtype=torch.bool, device=x.device)
+    sees = alone.new_ones(T, T).tril()
+    look = sees                                                        # row t: verified j <= t, and own drafts
+    for k in range(1, net.K + 1):
+        n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1, queries at t + k
+        look = torch.cat((look[:n], alone[:n, :n]), -1)
+        f = net.ca(s[:, k:T - 1], kv, net.rope[:, k:T - 1], additive(sees[:n]))
+        h = net.finish(f, target, pos[k:T - 1], additive(look), cache)                               # (B, n, C)
+        cache.keep(range(n))                                           # the deeper drafts will look at these
+        yield target.lm_head(h).flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
+
+
+def loss(net, target, x, progress=1.0):
+    """
+    x (B, T) -> the loss, and how often the best guess is right 1..K tokens past the last verified one (K,).
+    progress, from 0 to 1, fades the staircase out. Verified positions come from torch's global generator.
+    """
+    cfg, (B, T) = net.cfg, x.shape
+    t, split = target.positions(T), target.cfg.n_layer - cfg.tli
+    additive = lambda mask: target.attention_mask(T, mask, None, h.dtype)
+    with torch.no_grad():
+        cache = target.new_cache(T, B)
+        deep = target.run(target.embed(x, t), t, None, cache, 0, split)                      # into layer L-N
+        h = target.norm(target.run(deep, t, None, cache, split))                                     # (B, T, C)
+    every = torch.randint(cfg.every_min, cfg.every_max + 1, (B, 1), device=x.device)
+    prompt = torch.randint(2, max(3, T // 2 + 1), (B, 1), device=x.device)
+    verified = (t < prompt) | (t % every == 0)                         # (B, T)
+    start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified position before i
+    seen = start if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
+    causal, mask = t <= t[:, None], True
+    if cfg.staircase and progress < 0.5:                               # SA of some samples sees start+1 .. i only
+        wide = torch.rand(B, 1, 1, device=x.device) >= 1 - 2 * progress
+        mask = causal & (wide | (t > start[..., None]) | (t == t[:, None]))        # and x[0] itself
+        mask = additive(mask[:, None])                                 # (B, 1, T, T)
+    s = net.sa(target.embed(x, t), net.rope[:, :T], mask)
+    sees = t <= seen[..., None]                                        # (B, T, T)  query i sees s_j, j <= start(i)
+    kv = net.ca.keys(net.read(cache.k, cache.v, h), net.rope[:, :T])
+    f = net.ca(s, kv, net.rope[:, :T], additive(sees[:, None]))        # (B, T, C)
+
+    count = (t > 0).expand(B, T)                                       # x[0] has nothing verified before it
+    if cfg.tli == 0:
+        guess = f
+    elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
+        look = torch.cat((sees, causal & ~sees), -1)                   # (B, T, 2T)
+        def write(layer, k, v):                                        # a KVCache would overwrite what autograd needs
+            return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
+        guess = net.finish(f, target, t, additive(look[:, None]), SimpleNamespace(write=write))
+    else:                                                              # true inputs where verified, else own
+        guess = net.finish(torch.where(verified[..., None], deep, f), target, t, True)
+        count = ~verified
+    guess, real = guess[count], h[count]                               # (M, C)
+    logits = target.lm_head(guess)                                     # (M, V)
+    with torch.no_grad():
+        p = target.lm_head(real).softmax(-1)
+    near = F.smooth_l1_loss(guess, real)
+    if cfg.tli:
+        near = 0.5 * near + 0.5 * F.smooth_l1_loss(f[:, 1:], deep[:, 1:])
+    total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * near
+
+    right = logits.argmax(-1) == F.pad(x[:, 1:], (0, 1), value=-1)[count]
+    distance = (t - start).masked_fill(t == T - 1, 0)[count]           # what follows the last token is not known
+    at = distance == torch.arange(1, net.K + 1, device=x.device)[:, None]                            # (K, M)
+    return total, (right & at).sum(-1) / at.sum(-1).clamp(min=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draft
+
+class Drafter:
+    """
+    Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree
+    is EAGLE-2's: run the best nodes of a level, let each propose its best children, keep the best of all (V > floor);
+    or a shape says which ranks to take.
+    """
+
+    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
+        self.net, self.target, self.floor = net.eval(), target, floor
+        self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
+        self.rows, self.depth = nodes, depth or net.K
+        self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
+        self.drafts = self.breadth * self.depth                        # room for the rows behind the root
+        if shape:
+            parent = self.shape.parent
+            self.rows = self.drafts = len(parent)
+            self.depth, self.breadth = max(Tree(parent, parent).depth), max(self.shape.rank) + 1
+            self.children = [[i for i, up in enumerate(parent) if up == n] for n in range(len(parent))]
+
+    def start(self, target, max_len):
+        w = target.wte.weight
+        new = lambda cfg, n_layer: KVCache(cfg, max_len + self.drafts, 1, w.device, w.dtype, n_layer)
+        self.sa, self.ca = new(self.net.layer, 1), new(self.net.layer, 1)
+        self.last = new(target.cfg, self.net.cfg.tli) if self.net.cfg.tli else None
+        self.pos = torch.arange(max_len, device=w.device)
+        self.text, self.max_len = [], max_len
+
+    def observe(self, tokens, hidden, cache):
+        new, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
+        k, v = cache.k[:, :, :, new], cache.v[:, :, :, new]            # (L, 1, G, T, D)
+        self.receive(tokens, self.net.read(k, v, hidden[None]), k[len(k) - N:], v[len(v) - N:])
+
+    def receive(self, tokens, s, k, v):
+        """The drafter's side: verified tokens, their states s (1, T, C), k and v (N, 1, G, T, D) of N layers."""
+        S, n = len(self.text), len(tokens)
+        self.text += tokens
+        self.kv = self.ca.write(0, *self.net.ca.keys(s, self.net.rope[:, S:S + n]))          # (1, G, S+T, D)
+        self.ca.length += n
+        if self.last:
+            self.last.k[:, :, :, S:S + n], self.last.v[:, :, :, S:S + n] = k, v
+            self.last.length = S + n
+
+    def forward(self, tokens, at, mask, queries):
+        """Tokens at positions at through SA; the last ones, all at one position, to the end -> (queries, V)."""
+        net, target, pos, rope = self.net, self.target, self.pos[at], self.net.rope[:, at]
+        x = target.embed(torch.tensor([tokens], device=pos.device), pos)                             # (1, T, C)
+        x = net.sa(x, rope, mask, self.sa)[:, -queries:]
+        self.sa.length += len(tokens)
+        x = net.ca(x, self.kv, rope[:, -1:], None)                     # no mask: all that is cached is verified
+        if self.last:
+            x = net.finish(x, target, pos[-1:], mask if len(tokens) == queries else None, self.last)
+            self.last.length += queries
+        return target.lm_head(x[0])
+
+    def draft(self, root, sampler):
+        S = len(self.text)                                             # the root stands at position S
+        depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
+        if depth < 1 or self.rows < 2:
+            return Tree([root], [-1], [1.0])
+        tokens, parent, value = [root], [-1], [1.0]
+        if self.shape:
+            tokens, parent, value = [root] * self.rows, self.shape.parent, [1.0] * self.rows
+        self.sa.crop(min(self.sa.length, S))                           # if asked twice, the other root goes
+        new = self.text[self.sa.length:] + [root]                      # what SA has not seen yet
+        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k.dtype)
+        logits = self.forward(new, slice(self.sa.length, S + 1), mask, 1)
+        level, seen, rows = [0], {0: []}, 0                            # seen: rows behind the root, by node
+        for d in range(1, depth + 1):
+            scores = sampler.rank(logits, [S + d])                     # one row of noise: one position a level
+            top = scores.topk(self.breadth)
+            logq = top.values - scores.logsumexp(-1, keepdim=True)
+            found = torch.cat((logq, top.indices), -1).tolist()        # the one wait for the device in a level
+            if self.shape:
+                for up, guess in zip(level, found):
+                    for i in self.children[up]:
+                        r = self.shape.rank[i]
+                        tokens[i], value[i] = int(guess[self.breadth + r]), value[up] * math.exp(guess[r])
+                level = [i for up in level for i in self.children[up] if self.children[i]]
+            else:
+                first = len(tokens)
+                for up, guess in zip(level, found):
+                    for logq, token in zip(guess[:self.breadth], guess[self.breadth:]):
+                        q = value[up] * min(1.0, math.exp(logq))       # <= its parent's, so the best are connected
+                        if q > self.floor:
+                            tokens.append(int(token))
+                            parent.append(up)
+                            value.append(q)
+                best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:self.rows - 1]
+                level = [i for i in best if i >= first][:self.breadth]  # others' children cannot be among the best
+            if d == depth or not level:
+                break
+            seen |= {i: seen[parent[i]] + [row] for row, i in enumerate(level, rows)}
+            rows += len(level)
+            mask = [[0.0 if j in seen[i] else -math.inf for j in range(rows)] for i in level]
+            mask = torch.tensor(mask, dtype=self.sa.k.dtype, device=self.pos.device)
+            mask = F.pad(mask, (S + 1, 0))                             # text and root: seen by all
+            logits = self.forward([tokens[i] for i in level], slice(S + d, S + d + 1), mask, len(level))
+        self.sa.crop(S + 1)                                            # text and root stay, drafts go
+        if self.last:
+            self.last.crop(S)
+        if self.shape:
+            return Tree(tokens, parent, value).cut(depth)
+        keep = [0] + sorted(best)                                      # in order of birth: parents first
+        place = {-1: -1} | {i: n for n, i in enumerate(keep)}
+        return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Train
+
+def train(cfg, target, run):
+    """
+    Train LSA, SA and CA and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the
+    learning rate (warm-up, then cosine), knows the progress (0 to 1), logs, evaluates on held-out text and saves.
+    """
+    net = Net(cfg, target).to(target.wte.weight.device)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
+        total, _ = loss(net, target, x, run.progress())
+        opt.zero_grad(set_to_none=True)
+        total.backward()
+        run.sync(net, total)                                           # mean gradient of all processes, clipped
+        opt.step()
+    return net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Self-check
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    target = GPT(GPTConfig(n_layer=2, n_embd=32, n_ffn=64, vocab_size=50, block_size=128)).double().eval()
+    drafter = Drafter(Net(Config(), target).double(), target)
+    for T in (0.0, 1.0):
+        plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
+        text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
+        assert text == plain, "the drafter changed the text"
+        print(f"moa, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")
