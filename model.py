@@ -46,7 +46,7 @@ class GPTConfig:
     n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention", low=1)
     n_embd: int = arg(256, "C, channels", low=2)
     n_ffn: int = arg(688, "width of the feed-forward layer", low=1)
-    vocab_size: int = arg(4096, "V, size of the vocabulary", low=2)
+    vocab_size: int = arg(2048, "V, size of the vocabulary", low=2)
     block_size: int = arg(512, "longest text in tokens, prompt included", low=2)
     style: str = arg("llama", "which family", choices=["llama", "gpt2"])
     tied: bool = arg(True, "lm_head is the embedding matrix")
@@ -156,8 +156,8 @@ class KVCache:
 
     def __init__(self, cfg, max_len, B=1, device=None, dtype=None, n_layer=None):
         shape = (n_layer or cfg.n_layer, B, cfg.n_kv_head, max_len, cfg.head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.kv = torch.zeros((2, *shape), device=device, dtype=dtype)
+        self.k, self.v = self.kv                                       # two views of one tensor
         self.max_len, self.length = max_len, 0
 
     def write(self, layer, k, v):
@@ -177,8 +177,7 @@ class KVCache:
         if first < n:
             src = torch.tensor(rows[first:], device=self.k.device) + self.length
             dst = slice(self.length + first, self.length + n)
-            self.k[:, :, :, dst] = self.k[:, :, :, src]                # the gather is a copy, so overlap is no danger
-            self.v[:, :, :, dst] = self.v[:, :, :, src]
+            self.kv[..., dst, :] = self.kv.index_select(-2, src)       # a copy first, so overlap is no danger
         self.length += n
 
     def crop(self, length):
@@ -327,16 +326,20 @@ def hf_layout(cfg):
 def from_hf(hf):
     """A transformers GPT2LMHeadModel, LlamaForCausalLM or a model of Llama's shape -> our GPT, same dtype."""
     c, weights = hf.config, hf.state_dict()
+    odd = {k: v for k, want in (("hidden_act", "silu"), ("activation_function", "gelu_new"), ("scale_attn_weights", True),
+                                ("scale_attn_by_inverse_layer_idx", False), ("sliding_window", None))
+           if (v := getattr(c, k, want)) != want}
+    if odd or c.model_type not in ("gpt2", "llama", "qwen2", "mistral"):
+        fail(f"cannot read a model of type {c.model_type} {odd or ''}: gpt2 and Llama-like models only")
     if c.model_type == "gpt2":
         cfg = GPTConfig(c.n_layer, c.n_head, c.n_head, c.n_embd, c.n_inner or 4 * c.n_embd, c.vocab_size, c.n_positions,
                         "gpt2", c.tie_word_embeddings, eps=c.layer_norm_epsilon)
-    elif "model.layers.0.mlp.gate_proj.weight" in weights:
+    else:
         cfg = GPTConfig(c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.hidden_size, c.intermediate_size,
                         c.vocab_size, c.max_position_embeddings, "llama", c.tie_word_embeddings,
                         head_dim=getattr(c, "head_dim", None) or 0, eps=c.rms_norm_eps,
+                        rope_theta=c.rope_parameters["rope_theta"],
                         qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights)
-    else:
-        fail(f"cannot read a model of type {c.model_type}: gpt2 and Llama-like models only")
     model = GPT(cfg).to(hf.dtype)
     params = dict(model.named_parameters())
     with torch.no_grad():
@@ -346,18 +349,20 @@ def from_hf(hf):
     if cfg.tied:
         weights.pop("lm_head.weight", None)
     left = [n for n in weights if not n.endswith((".attn.bias", ".masked_bias", "inv_freq"))] + list(params)
-    assert not left, f"tensors without a counterpart: {left[:5]}"
+    if left:
+        fail(f"tensors without a counterpart: {left[:5]}")
     if cfg.style == "llama":
         rotary = hf.model.rotary_emb                                   # has any rope scaling worked in already
         model.set_rope(rotary.inv_freq, getattr(rotary, "attention_scaling", 1.0))
-    return model
+        model.scaled = c.rope_parameters["rope_type"] != "default"     # tables that no checkpoint and no export can say
+    return model.to(hf.dtype)                                          # the tables too
 
 
 def to_hf(model):
     """Our llama-style GPT as a transformers LlamaForCausalLM with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
     c = model.cfg
-    assert c.style == "llama" and not c.qkv_bias, "only plain llama-style models can be exported"
+    assert c.style == "llama" and not c.qkv_bias and not getattr(model, "scaled", False), "only plain llama-style models can be exported"
     hf = LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, rms_norm_eps=c.eps,
@@ -444,11 +449,11 @@ def save(path, tensors, meta):
     Write tensors and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
     whole: a killed run leaves the old file. The .json beside it is a copy for people, never read back.
     """
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     text = json.dumps(meta, allow_nan=False)
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
     tmp = f"{path}.tmp{os.getpid()}"
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         save_file(tensors, tmp, metadata={"meta": text})
         os.replace(tmp, path)
         with open(tmp, "w") as f:
@@ -469,20 +474,20 @@ def load(path, what, hint):
         tensors = load_file(path)
         with open(path, "rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        return tensors, json.loads(header["__metadata__"]["meta"])
-    except (OSError, SafetensorError, KeyError, ValueError) as e:
+        return tensors, dict(json.loads(header["__metadata__"]["meta"]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
         fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
 
 
-def load_weights(module, tensors, path):
+def load_weights(module, tensors, path, own=None):
     """Strict: missing, foreign or misshapen tensors are an error that names them."""
-    own = {k: v.shape for k, v in module.state_dict().items()}
+    own = {k: v.shape for k, v in (module.state_dict() if own is None else own).items()}
     wrong = sorted(k for k in own.keys() | tensors.keys() if k not in tensors or k not in own or own[k] != tensors[k].shape)
     if wrong:
         k = wrong[0]
         state = "is missing" if k not in tensors else "is foreign" if k not in own else "has another shape"
         fail(f"{path} does not fit: {k} {state} ({len(wrong)} tensors differ); train it again or name another checkpoint")
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, strict=False)                      # a tied lm_head is not in own, but in module
     return module
 
 
@@ -493,6 +498,8 @@ def model_tensors(model):
 
 def save_model(path, model, tokenizer, **meta):
     """Write a backbone. Sets model.fingerprint."""
+    if getattr(model, "scaled", False):
+        fail("a model with scaled rotary frequencies cannot be saved")
     tensors = model_tensors(model)
     model.fingerprint = fingerprint(tensors)
     save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta})
@@ -503,12 +510,13 @@ def load_model(path, device="cpu", dtype=torch.float32):
     tensors, meta = load(path, "backbone", "run python train.py --method backbone")
     if meta.get("kind") != "backbone":
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
-    model = GPT(GPTConfig(**meta["config"]))
-    if model.cfg.tied:
-        tensors["lm_head.weight"] = tensors["wte.weight"]
-    load_weights(model, tensors, path)
+    try:
+        model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
+    except (KeyError, TypeError, ValueError) as e:
+        fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
+    load_weights(model, tensors, path, model_tensors(model))
     model.fingerprint = fingerprint(model_tensors(model))
-    return for_decoding(model.to(device, dtype)), Tokenizer.from_dict(meta["tokenizer"]), meta
+    return for_decoding(model.to(device, dtype)), tokenizer, meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 r"""
 Train a backbone and a drafter for it, on text that is already on this machine.
 
-    python train.py --method medusa            # a small backbone first, if out/ has none, then its Medusa heads
+    python train.py                            # a small backbone, if out/ has none, then all four drafters for it
+    python train.py --method medusa            # ... or just one of them
     python train.py --method backbone --data my_texts/
 
 Idea     Corpus     the Python sources of this installation (or --data), split by file into training and held-out text
@@ -10,9 +11,9 @@ Idea     Corpus     the Python sources of this installation (or --data), split b
 
 Shapes   B sequences in a batch, T tokens in a sequence, K draft positions
 """
+import argparse
 import dataclasses
 import glob
-import itertools
 import json
 import math
 import os
@@ -43,8 +44,8 @@ METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_tra
 
 @dataclass
 class Options:
-    """Train a backbone (--method backbone) or a drafter; a drafter trains the backbone first where there is none."""
-    method: str = arg("medusa", "what to train", choices=["backbone", *METHODS])
+    """Train drafters (default: all four), or a backbone. Where there is no backbone yet, it is trained first."""
+    method: str = arg("all", "what to train: one drafter, all of them, or the backbone", choices=["all", "backbone", *METHODS])
     data: str = arg("python", "python = the sources of this installation; or a file, a folder, a glob of text")
     out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...")
     preset: str = arg("auto", "sizes for 2 CPU cores or one data-centre GPU; auto = by device", choices=["auto", "cpu", "gpu"])
@@ -58,14 +59,15 @@ class Options:
 @dataclass
 class BackboneConfig(GPTConfig):
     """The backbone and its training."""
-    steps: int = arg(1200, "optimiser steps", low=1)
-    batch_size: int = arg(4, "sequences of block_size tokens in a step (or more of them, shorter)", low=1)
+    steps: int = arg(1500, "optimiser steps", low=1)
+    batch_size: int = arg(2, "sequences of block_size tokens in a step (or more of them, shorter)", low=1)
     accumulate: int = arg(1, "split a step into this many forward passes, to save memory", low=1)
     first_length: int = arg(128, "sequences start this short, and as many more of them, until two thirds of the training", low=1)
     lr: float = arg(0.02, "peak learning rate of the matrices (Muon)")
-    lr_rest: float = arg(3e-3, "peak learning rate of embeddings and norms (AdamW)")
+    lr_rest: float = arg(0.03, "peak learning rate of embeddings and norms (AdamW)")
 
 
+NODES = {"cpu": 10, "cuda": 64}                                        # most nodes of a tree, root included
 GPU = {                                                                # what the gpu preset changes; unset = as on a CPU
     "backbone": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ffn=2048, vocab_size=8192, block_size=1024,
                      steps=4000, batch_size=48, lr=0.02),
@@ -263,7 +265,7 @@ class Run:
         self.module.eval()
         with torch.no_grad(), self.amp, torch.random.fork_rng(devices=[]):         # a look at the model changes nothing
             torch.manual_seed(0)
-            parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 8)]
+            parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 4)]
         self.module.train()
         val = sum(float(l) for l, _ in parts) / len(parts)
         top1 = [round(float(a), 4) for a in torch.stack([a for _, a in parts]).mean(0)] if len(parts[0][1]) else []
@@ -420,62 +422,93 @@ def setup(opt):
     return device
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    head = [a for a in itertools.chain(*(x.split("=", 1) for x in argv))]
-    kind = next((head[i + 1] for i, a in enumerate(head[:-1]) if a == "--method"), Options.method)
-    Config = METHODS[kind].Config if kind in METHODS else BackboneConfig
-    named = lambda name: next((head[i + 1] for i, a in enumerate(head[:-1]) if a == name), "auto")
-    gpu = named("--preset") == "gpu" or named("--preset") == "auto" and pick_device(named("--device")).startswith("cuda")
-    opt, cfg = parse(Options, Config, argv=argv, defaults=GPU.get(kind) if gpu else None)
-    device = setup(opt)
-    torch.manual_seed(opt.seed)
-    say(f"device {device}, {'bf16 autocast' if device.startswith('cuda') else 'fp32'}, {torch.get_num_threads()} threads | "
-        + " ".join(f"{k} {v}" for k, v in versions().items()))
-
-    backbone_path = os.path.join(opt.out, "backbone", "model.safetensors")
-    resume_path = os.path.join(opt.out, "backbone", "resume.safetensors")
-    corpus = Corpus(read_texts(opt.data, with_packages=gpu))
-    if kind == "backbone" or not os.path.exists(backbone_path) or opt.resume and os.path.exists(resume_path):
-        bcfg = cfg if kind == "backbone" else BackboneConfig(**(GPU["backbone"] if gpu else {}))
-        if bcfg.vocab_size < 257:
-            fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {bcfg.vocab_size}")
-        if opt.resume and os.path.exists(resume_path):
+def get_backbone(opt, cfg, corpus, device, again):
+    """Train OUT/backbone if it is not there, unfinished, or again is wanted; tokenize the corpus. -> the target, frozen."""
+    path, resume_path = (os.path.join(opt.out, "backbone", name) for name in ("model.safetensors", "resume.safetensors"))
+    resume = opt.resume and os.path.exists(resume_path)
+    if again or resume or not os.path.exists(path):
+        if cfg.vocab_size < 257:
+            fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {cfg.vocab_size}")
+        if resume:
             tokenizer = Tokenizer.from_dict(load(resume_path, "interrupted run", "start without --resume")[1]["tokenizer"])
         else:
-            tokenizer = Tokenizer.train(corpus.train_texts, bcfg.vocab_size)
-        bcfg.vocab_size = tokenizer.vocab_size                         # a short text may not have that many tokens
+            tokenizer = Tokenizer.train(corpus.train_texts, cfg.vocab_size)
+        cfg.vocab_size = tokenizer.vocab_size                          # a short text may not have that many tokens
         corpus.tokenize(tokenizer)
-        say(f"corpus: {len(corpus.train):,} training and {len(corpus.val):,} held-out tokens, {corpus.chars_per_token:.2f} characters each")
-        run = Run(opt, "backbone", bcfg, corpus, device, bcfg.block_size, {"finished": False})
-        describe("backbone", bcfg, run)
-        model = train_backbone(bcfg, run)
-        say(f"backbone: {sum(p.numel() for p in model.parameters()):,} parameters, "
-            f"{run.metrics['bits_per_char']:.3f} bits/char on held-out text, {run.metrics['seconds']:.0f} s -> {run.path}")
-        if kind == "backbone":
-            return
-    target, tokenizer, meta = load_model(backbone_path, device)
+        run = Run(opt, "backbone", cfg, corpus, device, cfg.block_size, {"finished": False})
+        describe(run)
+        model = train_backbone(cfg, run)
+        say(f"backbone: {count(model):,} parameters, {run.metrics['bits_per_char']:.3f} bits/char on held-out text, "
+            f"{run.metrics['seconds']:.0f} s -> {path}")
+        if dist.is_initialized():
+            dist.barrier()                                             # the file is written by the first process
+    target, tokenizer, meta = load_model(path, device)
     if not meta.get("finished"):
         say("note: this backbone's training was interrupted; --resume would finish it first")
     corpus.tokenize(tokenizer)
+    return target
+
+
+def train_drafter(kind, opt, cfg, corpus, target, device):
+    """Train a drafter of this method, calibrate and try it. -> its row of the closing table."""
     method = METHODS[kind]
     run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
-    describe(kind, cfg, run)
+    describe(run)
     net = method.train(cfg, target, run)
     net.eval()
     run.meta["calibration"] = calibrate(method, net, target, [x.to(device) for x in corpus.val_batches(8, run.T, 16)])
-    drafter = method.Drafter(net, target)
+    hits = accuracy(run.meta["calibration"])
+    run.metrics["top1"] = [round(row[0], 4) for row in hits]           # over more text than the log's
     prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
-    run.metrics["tau"] = round(mean_tau(target, drafter, prompts, 64), 3)
+    run.metrics["tau"] = round(mean_tau(target, method.Drafter(net, target, nodes=NODES["cuda" if gpu(device) else "cpu"]), prompts, 64), 3)
     run.save()
-    say(f"{kind}: {sum(p.numel() for p in net.parameters()):,} trained parameters, held-out top-1 by position "
-        f"{' '.join(f'{a:.3f}' for a in run.metrics['top1'])}, tau {run.metrics['tau']:.2f} at T = 0, "
-        f"{run.metrics['seconds']:.0f} s -> {run.path}")
-    say(f"now try: python sample.py --method {kind}" + (f" --out {opt.out}" if opt.out != Options.out else ""))
+    say(f"{kind}: {count(net):,} trained parameters -> {run.path}")
+    return dict(method=kind, parameters=count(net), **run.metrics)
 
 
-def describe(kind, cfg, run):
-    say(f"{kind}: " + " ".join(f"{k}={v}" for k, v in asdict(cfg).items()) + f" | {cfg.batch_size * run.T * run.world:,} tokens a step")
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)            # which options there are depends on these
+    for name in ("method", "preset", "device"):
+        first.add_argument("--" + name, default=getattr(Options, name))
+    first.error = fail
+    known, _ = first.parse_known_args(argv)
+    big = known.preset == "gpu" or known.preset == "auto" and gpu(pick_device(known.device))
+    preset = lambda kind: GPU.get(kind, {}) if big else {}
+    Config = BackboneConfig if known.method == "backbone" else METHODS[known.method].Config if known.method in METHODS else None
+    opt, *cfg = parse(Options, *filter(None, [Config]), argv=argv, defaults=preset(known.method))
+    device = setup(opt)
+    torch.manual_seed(opt.seed)
+    say(f"device {device}, {'bf16 autocast' if gpu(device) else 'fp32'}, {torch.get_num_threads()} threads | "
+        + " ".join(f"{k} {v}" for k, v in versions().items()))
+    corpus = Corpus(read_texts(opt.data, with_packages=big))
+    again = opt.method == "backbone"
+    target = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
+    kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]
+    rows = []
+    for kind in kinds:
+        torch.manual_seed(opt.seed)
+        rows.append(train_drafter(kind, opt, cfg[0] if cfg else METHODS[kind].Config(**preset(kind)), corpus, target, device))
+    if rows:
+        say(f"\n{'method':16s} {'parameters':>11s} {'seconds':>8s} {'tau':>6s}  held-out top-1 by position")
+        for r in rows:
+            say(f"{r['method']:16s} {r['parameters']:11,d} {r['seconds']:8.0f} {r['tau']:6.2f}  " + " ".join(f"{a:.3f}" for a in r["top1"]))
+        say(f"\ntau: tokens per target forward at T = 0 on 8 held-out prompts. Now try\n"
+            f"python sample.py --method {max(rows, key=lambda r: r['tau'])['method']} --compare"
+            + (f" --out {opt.out}" if opt.out != Options.out else ""))
+
+
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def gpu(device):
+    return device.startswith("cuda")
+
+
+def describe(run):
+    say(f"{run.kind}: " + " ".join(f"{k}={v}" for k, v in asdict(run.cfg).items())
+        + f" | {run.cfg.batch_size * run.T * run.world:,} tokens a step")
 
 
 if __name__ == "__main__":

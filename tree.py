@@ -60,7 +60,7 @@ class Sampler:
     def noise(self, t, V, like):
         """(V,) Gumbel noise for the token at position t: a function of (seed, t) alone. Drawn on the CPU in float64."""
         if (t, V) not in self.rows:
-            rng = np.random.Generator(np.random.Philox(key=(self.seed, t)))
+            rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, t], dtype=np.uint64)))
             g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))   # -log Exp(1) is Gumbel
             self.rows[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
         return self.rows[t, V]
@@ -75,8 +75,8 @@ class Sampler:
         if 0 < self.top_k < z.size(-1):
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -math.inf)
         if self.top_p < 1:
-            p = ((z - z.max(-1, keepdim=True).values) / self.temperature).softmax(-1)
-            p, order = p.sort(descending=True, stable=True)
+            top, order = z.sort(descending=True, stable=True)
+            p = ((top - top[..., :1]) / self.temperature).softmax(-1)
             drop = p.cumsum(-1) - p >= self.top_p                      # the tokens before it hold top_p already
             drop[..., 0] = False
             z = z.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
@@ -210,12 +210,12 @@ def plant(root, scores, shape=None, nodes=16, floor=0.0):
     shape fixes the topology; without one the best-first tree of this step's own probabilities is grown.
     """
     K, V = scores.shape
+    shape = shape and shape.limit(K, V)
     width = min(V, nodes if shape is None else max(shape.rank) + 1)
-    top = scores.topk(width)
+    top = scores.softmax(-1).topk(width)
     guesses = top.indices.tolist()
     if shape is None:
-        p = (top.values - scores.logsumexp(-1, keepdim=True)).exp().tolist()
-        shape = grow(p, nodes, floor)
+        shape = grow(top.values.tolist(), nodes, floor)
     tree = Tree([root] * len(shape.parent), shape.parent, shape.value)
     for i in range(1, len(tree)):
         tree.tokens[i] = guesses[tree.depth[i] - 1][shape.rank[i]]
@@ -276,7 +276,7 @@ class Stats:
     @property
     def steps(self):
         """Target forwards after the prompt's."""
-        return len(self.accepted) - 1
+        return max(0, len(self.accepted) - 1)
 
     @property
     def tau(self):

@@ -1,0 +1,64 @@
+"""What every test file shares: the import path, one thread, tiny random targets, and the marker of the long test."""
+import os
+import random
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")                           # no test may need the network
+torch.set_num_threads(1)                                               # for models this small more threads are slower
+
+from model import GPT, GPTConfig  # noqa: E402
+
+
+def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
+    """
+    A random target, norms and biases random too. Matrices are scale times the usual, embeddings are small beside them: the
+    text depends on the context and seldom loops.
+    """
+    cfg = dict(n_layer=2, n_head=4, n_kv_head=2 if style == "llama" else 4, n_embd=16, n_ffn=24, vocab_size=23, block_size=40)
+    target = GPT(GPTConfig(style=style, **{**cfg, **shape}))
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in target.named_parameters():
+            noise = torch.randn(p.shape, generator=g)
+            p.copy_(0.02 * scale * noise if p.dim() > 1 else p + 0.1 * noise)
+            if name in ("wte.weight", "norm.weight"):
+                p.mul_(0.3 if p.dim() > 1 else 3.0)                    # and back to logits of size 1
+    return target.to(dtype).eval().requires_grad_(False)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: minutes of random cases; skipped unless asked for with -m long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if "long" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m long"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """Sentences from a tiny grammar, some of their characters more than one byte long."""
+    rng = random.Random(0)
+    words = ["the", "a", "cat", "dog", "sees", "likes", "big", "small", "house", "tree", "and", "é€", "not"]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(" ".join(rng.choices(words, k=rng.randint(3, 9))) + ".\n" for _ in range(600)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, text_file):
+    """A folder of checkpoints as train.py leaves it: a tiny backbone and a drafter of every method, a few steps each."""
+    import train
+    out = str(tmp_path_factory.mktemp("trained"))
+    tiny = "--n-layer 2 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --first-length 32"
+    common = ["--out", out, "--data", text_file, "--device", "cpu"]
+    train.main(["--method", "backbone", *common, *tiny.split(), "--steps", "60", "--batch-size", "4"])
+    for method in train.METHODS:
+        train.main(["--method", method, *common, "--steps", "6", "--batch-size", "2"])
+    return out

@@ -1,0 +1,731 @@
+"""The backbone against transformers, its cache against no cache, its checkpoints against damage, its tokenizer."""
+import dataclasses
+import json
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import model as M
+from conftest import tiny
+from model import GPT, GPTConfig, KVCache, Tokenizer, arg, attend, for_decoding, from_hf, parse, to_hf
+from tree import complete, tree_mask
+
+EXACT = dict(atol=1e-10, rtol=1e-10)                                   # float64
+
+
+def ids(V, B, T, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers
+
+def shake(hf, seed=0):
+    """Random values for all parameters, norms and biases too, large enough for logits of size 1."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in hf.parameters():
+            noise = torch.randn(p.shape, generator=g)
+            p.copy_(0.15 * noise if p.dim() > 1 else p + 0.2 * noise)
+    hf.tie_weights()
+    return hf.eval()
+
+
+def hf_llama(kind="Llama", seed=0, **options):
+    import transformers
+    cfg = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
+               eos_token_id=None, pad_token_id=None)
+    return shake(getattr(transformers, kind + "ForCausalLM")(getattr(transformers, kind + "Config")(**{**cfg, **options})), seed)
+
+
+def hf_gpt2(seed=0, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    cfg = dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    return shake(GPT2LMHeadModel(GPT2Config(**{**cfg, **options})), seed)
+
+
+THEIRS = {
+    "llama": lambda: hf_llama(),
+    "llama, one kv head": lambda: hf_llama(num_key_value_heads=1),
+    "llama, no groups": lambda: hf_llama(num_key_value_heads=4),
+    "llama, untied": lambda: hf_llama(tie_word_embeddings=False),
+    "llama, wide heads": lambda: hf_llama(head_dim=12),
+    "llama, one layer": lambda: hf_llama(num_hidden_layers=1, hidden_size=24, num_attention_heads=2),
+    "llama, eps": lambda: hf_llama(rms_norm_eps=0.3),
+    "llama, theta": lambda: hf_llama(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    "llama, llama3 rope": lambda: hf_llama(rope_parameters=dict(
+        rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)),
+    "llama, yarn rope": lambda: hf_llama(rope_parameters=dict(
+        rope_type="yarn", rope_theta=50.0, factor=4.0, original_max_position_embeddings=16)),
+    "qwen2": lambda: hf_llama("Qwen2"),
+    "qwen2, untied": lambda: hf_llama("Qwen2", tie_word_embeddings=False),
+    "mistral": lambda: hf_llama("Mistral", sliding_window=None),
+    "gpt2": lambda: hf_gpt2(),
+    "gpt2, untied": lambda: hf_gpt2(tie_word_embeddings=False),
+    "gpt2, n_inner": lambda: hf_gpt2(n_inner=40, n_layer=1, n_head=2),
+    "gpt2, eps": lambda: hf_gpt2(layer_norm_epsilon=0.3),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_logits_equal_transformers(name):
+    """A wrong rotation, norm, epsilon, activation, head order, group order, bias or transposed matrix."""
+    hf = THEIRS[name]()
+    ours, x = from_hf(hf), ids(61, 2, 60)
+    with torch.no_grad():
+        theirs, (logits, hidden) = hf(x).logits, ours(x)
+    assert theirs.std() > 0.5, "the logits are too flat to tell anything"
+    assert (theirs - logits).abs().max() < 1e-4
+    assert torch.allclose(ours.lm_head(hidden), logits)
+    assert ours.cfg.tied == hf.config.tie_word_embeddings
+
+
+def test_that_comparison_can_fail():
+    """Planted: rotary frequencies of another base, and one swapped pair of query heads, move the logits by far more than 1e-4."""
+    hf, x = THEIRS["llama, theta"](), ids(61, 1, 60)
+    with torch.no_grad():
+        theirs = hf(x).logits
+        ours = from_hf(hf)
+        ours.set_rope(10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
+        assert (ours(x)[0] - theirs).abs().max() > 1e-2
+        ours = from_hf(hf)
+        q = ours.blocks[0].attn.qkv.weight
+        q[:32] = q[:32].roll(8, 0)                                     # heads of another key/value group
+        assert (ours(x)[0] - theirs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, untied", "llama, wide heads", "llama, eps", "llama, theta"])
+def test_to_hf_round_trip(name):
+    """An export that drops or permutes a tensor or a number of the config, or forgets a tie."""
+    hf, x = THEIRS[name](), ids(61, 2, 60)
+    back = to_hf(from_hf(hf))
+    with torch.no_grad():
+        assert (back(x).logits - hf(x).logits).abs().max() < 1e-4
+    again = from_hf(back)
+    for a, b in zip(again.parameters(), from_hf(hf).parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (back.lm_head.weight.data_ptr() == back.model.embed_tokens.weight.data_ptr()) == hf.config.tie_word_embeddings
+
+
+def test_our_own_model_exports():
+    """The same for a model of ours, with another rotary base than the default."""
+    ours, x = tiny(dtype=torch.float32, rope_theta=50.0), ids(23, 2, 40)
+    with torch.no_grad():
+        assert (to_hf(ours)(x).logits - ours(x)[0]).abs().max() < 1e-4
+
+
+def test_rope_of_a_pretrained_model_survives_a_checkpoint(tmp_path):
+    """The frequencies live in no tensor and must come back from the config: else a saved model is silently another one."""
+    ours, x = from_hf(THEIRS["llama, theta"]()), ids(61, 1, 60)
+    M.save_model(str(tmp_path / "m.safetensors"), ours, Tokenizer([bytes([b]) for b in range(256)]))
+    loaded = M.load_model(str(tmp_path / "m.safetensors"))[0]
+    with torch.no_grad():
+        assert (loaded(x)[0] - ours(x)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama, untied", "llama, wide heads", "qwen2, untied", "gpt2"])
+def test_greedy_text_equals_transformers(name):
+    """A cache or position error that shows only in generation."""
+    hf, prompt = THEIRS[name](), [3, 1, 4, 1, 5]
+    theirs = hf.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, attention_mask=torch.ones(1, 5).long())
+    text, _ = complete(from_hf(hf), prompt, 50)
+    assert text == theirs[0, 5:].tolist() and len(set(text)) > 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_models(name):
+    """Rotary tables in another dtype than the weights: queries and keys no longer match the values."""
+    hf = THEIRS[name]().to(torch.bfloat16)
+    ours, x = from_hf(hf), ids(61, 1, 20)
+    assert ours.wte.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert (ours(x)[0].float() - hf(x).logits.float()).abs().max() < 0.25
+    assert len(complete(ours, [1, 2, 3], 5)[0]) == 5
+
+
+@pytest.mark.parametrize("make", [lambda: hf_llama("Gemma", head_dim=8), lambda: hf_llama("Granite", embedding_multiplier=3.0),
+                                  lambda: hf_llama(hidden_act="gelu"), lambda: hf_llama("Mistral", sliding_window=4),
+                                  lambda: hf_llama(attention_bias=True), lambda: hf_llama("Qwen3"),
+                                  lambda: hf_gpt2(activation_function="relu"),
+                                  lambda: hf_gpt2(scale_attn_by_inverse_layer_idx=True)],
+                         ids=["gemma", "granite", "gelu", "sliding window", "bias", "qwen3", "relu", "scaled"])
+def test_models_of_another_shape_are_refused(make):
+    """Tensors of Llama's names in a model that computes something else with them: loaded, it would be silently wrong."""
+    with pytest.raises((SystemExit, AssertionError)):
+        from_hf(make())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention, cache, masks
+
+@pytest.mark.parametrize("G", [4, 2, 1])
+def test_attend_is_softmax_attention(G):
+    """A grouped query that reads another group's keys, or another row's mask."""
+    torch.manual_seed(0)
+    B, H, T, S, D = 2, 4, 5, 9, 6
+    q, k, v = (torch.randn(B, n, m, D).double() for n, m in ((H, T), (G, S), (G, S)))
+
+    def naive(q, k, v, mask):
+        out = torch.empty_like(q)
+        for b in range(q.size(0)):
+            for h in range(H):
+                g = h * G // H
+                score = q[b, h] @ k[b, g].T / D**0.5
+                if mask is not None:
+                    score = score + mask.expand(B, H, *score.shape)[b, h]
+                out[b, h] = score.softmax(-1) @ v[b, g]
+        return out
+
+    look = torch.rand(B, 1, T, S) < 0.6
+    look[..., 0] = True
+    additive = torch.zeros(B, 1, T, S).double().masked_fill(~look, float("-inf"))
+    for mask in (None, additive[0, 0], additive):
+        assert torch.allclose(attend(q, k, v, mask), naive(q, k, v, mask), **EXACT)
+    causal = torch.full((T, T), float("-inf")).double().triu(1)
+    assert torch.allclose(attend(q, k[:, :, :T], v[:, :, :T], causal=True), naive(q, k[:, :, :T], v[:, :, :T], causal), **EXACT)
+
+
+SHAPES = [dict(style="gpt2"), dict(n_kv_head=4), dict(n_kv_head=2), dict(n_kv_head=1, head_dim=6), dict(n_kv_head=2, qkv_bias=True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cached_equals_uncached(shape):
+    """Off by one in positions or in the causal mask, for single tokens, for chunks behind cached text, for a batch."""
+    target, x = tiny(**shape), ids(23, 3, 40)
+    whole, _ = target(x)
+    for chunks in ([1] * 40, [7, 1, 5, 20, 7], [39, 1], [1, 39], [40]):
+        cache, at = target.new_cache(40, 3), 0
+        for n in chunks:
+            logits, _ = target(x[:, at:at + n], cache=cache)
+            assert torch.allclose(logits, whole[:, at:at + n], **EXACT)
+            assert cache.length == at                                  # nothing counts before keep
+            cache.keep(range(n))
+            at += n
+        assert cache.length == 40
+
+
+def random_parents(rng, N):
+    return [-1] + [rng.randrange(i) for i in range(1, N)]
+
+
+def ancestors(parent, i):
+    return ancestors(parent, parent[i]) + [i] if i >= 0 else []
+
+
+def tree_error(target, parent, S, mask_of=tree_mask, pos_of=None, seed=0):
+    """Largest difference between the logits at a tree node and a plain forward of the text and the node's path."""
+    N, V = len(parent), target.cfg.vocab_size
+    text, nodes = ids(V, 1, S, seed), ids(V, 1, N, seed + 1)
+    depth = [len(ancestors(parent, i)) - 1 for i in range(N)]
+    cache = target.new_cache(S + N)
+    target(text, cache=cache)
+    cache.keep(range(S))
+    pos = torch.tensor(depth if pos_of is None else pos_of(depth)) + S
+    logits, _ = target(nodes, pos, mask_of(parent, S), cache)
+    return max((logits[0, i] - target(torch.cat((text, nodes[:, ancestors(parent, i)]), 1))[0][0, -1]).abs().max().item()
+               for i in range(N))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_at_every_node_of_a_tree(shape):
+    """A node that sees a sibling or misses an ancestor, a wrong position, a mask row given to another query of its group."""
+    rng, target = random.Random(0), tiny(**shape)
+    for case in range(6):
+        assert tree_error(target, random_parents(rng, rng.randint(2, 12)), rng.randint(1, 20), seed=case) < 1e-9
+
+
+def test_that_tree_check_can_fail():
+    """Planted: a causal mask, a mask without ancestors, positions by node index."""
+    target, parent = tiny(), [-1, 0, 0, 1, 1, 2, 5]
+    causal = lambda parent, S: torch.ones(len(parent), S + len(parent)).tril(S).bool()
+    alone = lambda parent, S: torch.cat((torch.ones(len(parent), S), torch.eye(len(parent))), 1).bool()
+    assert tree_error(target, parent, 9) < 1e-9
+    assert tree_error(target, parent, 9, mask_of=causal) > 1e-3
+    assert tree_error(target, parent, 9, mask_of=alone) > 1e-3
+    assert tree_error(target, parent, 9, pos_of=lambda depth: list(range(len(depth)))) > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_arbitrary_mask_without_a_cache(shape):
+    """A mask that only works on top of cached text; positions per sequence that are read from the first one."""
+    target, x, parent = tiny(**shape), ids(23, 2, 6), [-1, 0, 0, 2, 1, 3]
+    pos = torch.tensor([len(ancestors(parent, i)) - 1 for i in range(6)])
+    shift = torch.stack((pos, pos + 11))                               # (B, T)
+    logits, _ = target(x, shift, tree_mask(parent))
+    for b in range(2):
+        for i in range(6):
+            path = ancestors(parent, i)
+            alone, _ = target(x[b:b + 1, path], shift[b, path])
+            assert torch.allclose(logits[b, i], alone[0, -1], **EXACT)
+
+
+def keep_error(path, shape):
+    """Difference of the next logits after keeping a path of a tree, from a plain forward of text, path and next token."""
+    target, parent = tiny(**shape), [-1, 0, 0, 1, 1, 2, 2, 5, 5]
+    text, nodes, more = ids(23, 1, 7), ids(23, 1, 9, 1), ids(23, 1, 4, 2)
+    cache = target.new_cache(7 + 9)
+    target(text, cache=cache)
+    cache.keep(range(7))
+    depth = torch.tensor([len(ancestors(parent, i)) - 1 for i in range(9)])
+    target(nodes, depth + 7, tree_mask(parent, 7), cache)
+    cache.keep(path)
+    assert cache.length == 7 + len(path)
+    logits, _ = target(more, cache=cache)
+    plain, _ = target(torch.cat((text, nodes[:, path], more), 1))
+    return (logits - plain[:, -4:]).abs().max().item()
+
+
+PATHS = [[0], [0, 1], [0, 1, 3], [0, 2, 5], [0, 2, 6], [0, 2, 5, 8], [0, 1, 4]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_next_logits_after_keep(path, shape):
+    """Accepted rows that lie scattered but are taken for a dense prefix, or rotated to another position."""
+    assert keep_error(path, shape) < 1e-9
+
+
+def test_that_keep_check_can_fail(monkeypatch):
+    """Planted: keep that takes the first rows instead of the path's."""
+    monkeypatch.setattr(KVCache, "keep", lambda self, rows: setattr(self, "length", self.length + len(rows)))
+    assert [keep_error(path, {}) > 1e-3 for path in PATHS] == [False, False] + [True] * 5
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [0, 1, 3, 4], [3], [0, 1, 2], [], [2, 3, 7]], ids=str)
+def test_keep_of_overlapping_rows(rows):
+    """A copy that overwrites rows which it has yet to read, or that touches the text before."""
+    cache = KVCache(GPTConfig(n_layer=2, n_head=2, n_kv_head=2, n_embd=4), 12, B=2)
+    cache.k.copy_(torch.arange(12.0).view(12, 1) + 100 * torch.arange(2).view(2, 1, 1, 1, 1))
+    cache.v.copy_(-cache.k)
+    k, v = cache.k.clone(), cache.v.clone()
+    cache.length = 3
+    cache.keep(rows)
+    want = [0, 1, 2] + [3 + r for r in rows]
+    assert cache.length == len(want)
+    assert torch.equal(cache.k[:, :, :, :len(want)], k[:, :, :, want])
+    assert torch.equal(cache.v[:, :, :, :len(want)], v[:, :, :, want])
+
+
+def test_crop():
+    """A roll-back that leaves rows behind, or lengthens the text."""
+    target, x = tiny(), ids(23, 1, 20)
+    cache = target.new_cache(40)
+    target(x, cache=cache)
+    cache.keep(range(20))
+    cache.crop(11)
+    other = ids(23, 1, 6, seed=5)
+    logits, _ = target(other, cache=cache)
+    assert torch.allclose(logits, target(torch.cat((x[:, :11], other), 1))[0][:, 11:], **EXACT)
+    for length in (12, -1):
+        with pytest.raises(AssertionError):
+            cache.crop(length)
+    cache.crop(11)
+    cache.crop(0)
+    assert torch.allclose(target(x, cache=cache)[0], target(x)[0], **EXACT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_past_the_end(shape):
+    """A cache that wraps, clips or half-writes instead of refusing."""
+    target = tiny(**shape)
+    cache = target.new_cache(8)
+    target(ids(23, 1, 5), cache=cache)
+    cache.keep(range(5))
+    k, v = cache.k.clone(), cache.v.clone()
+    with pytest.raises(ValueError, match="full"):
+        target(ids(23, 1, 4), cache=cache)
+    assert cache.length == 5 and torch.equal(cache.k, k) and torch.equal(cache.v, v)
+    target(ids(23, 1, 3), cache=cache)                                 # exactly full is allowed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranges_of_layers(shape):
+    """A range that repeats or skips a block, norms in between, or writes its keys to another layer's cache."""
+    target, x = tiny(n_layer=4, **shape), ids(23, 2, 9)
+    pos = torch.arange(9)
+    whole = target.run(target.embed(x, pos), pos)
+    logits, hidden = target(x)
+    assert torch.allclose(target.norm(whole), hidden, **EXACT) and torch.allclose(target.head(whole), logits, **EXACT)
+    for k in range(5):
+        part = target.run(target.run(target.embed(x, pos), pos, stop=k), pos, start=k)
+        assert torch.allclose(part, whole, **EXACT)
+        caches = target.new_cache(9, 2), target.new_cache(9, 2)
+        for n in (slice(0, 5), slice(5, 9)):
+            e = target.embed(x[:, n], pos[n])
+            a = target.run(e, pos[n], None, caches[0])
+            b = target.run(target.run(e, pos[n], None, caches[1], 0, k), pos[n], None, caches[1], k, 4)
+            assert torch.allclose(a, b, **EXACT) and torch.allclose(a, whole[:, n], **EXACT)
+            for cache in caches:
+                cache.keep(range(n.stop - n.start))
+        assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_positions_past_block_size_are_refused(style):
+    """A position that wraps around, slides or is clamped: the text would go on with another model."""
+    target = tiny(style)
+    with pytest.raises((AssertionError, IndexError)):
+        target(ids(23, 1, 41))
+    with pytest.raises((AssertionError, IndexError)):
+        target(ids(23, 1, 1), torch.tensor([40]))
+    cache = target.new_cache(60)
+    target(ids(23, 1, 40), cache=cache)
+    cache.keep(range(40))
+    with pytest.raises((AssertionError, IndexError)):
+        target(ids(23, 1, 1), cache=cache)
+
+
+def test_config_refuses_impossible_heads():
+    """Query heads that cannot share, widths that cannot be rotated: an error in the first forward instead of here."""
+    for wrong in (dict(n_head=4, n_kv_head=3), dict(n_embd=20, n_head=4), dict(head_dim=7), dict(n_embd=2, n_head=4)):
+        with pytest.raises(ValueError):
+            GPTConfig(**wrong)
+
+
+def test_layers_share_no_storage():
+    """[block] * n: layers that are one and the same."""
+    for style in ("llama", "gpt2"):
+        target = GPT(GPTConfig(n_layer=5, n_embd=16, n_ffn=24, vocab_size=9, block_size=8, style=style, tied=False))
+        places = [p.data_ptr() for p in target.parameters()]
+        assert len(set(places)) == len(places)
+
+
+def test_for_decoding_changes_no_number():
+    """Column-major storage that is really a transposition, a lost tie, a gradient left on."""
+    target = GPT(GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_ffn=24, vocab_size=23, block_size=40)).double()
+    x = ids(23, 1, 20)
+    with torch.no_grad():
+        before, _ = target(x)
+    after, _ = for_decoding(target)(x)
+    assert torch.allclose(before, after, **EXACT) and not after.requires_grad and not target.training
+    assert target.lm_head.weight is target.wte.weight
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïve, 漢字 and 12345\n" * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    """-> path of a saved tied backbone, the backbone."""
+    target, path = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size), str(tmp_path / "backbone" / "model.safetensors")
+    M.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
+    return path, target
+
+
+def refused(capsys, call, *words):
+    """call ends with status 2 and exactly one line on stderr, which holds words."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        call()
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_save_and_load(style, tied, tmp_path, tokenizer):
+    """A tensor or a number of the config that does not come back; a tie lost, or stored twice; another tokenizer."""
+    target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0, eps=0.01)
+    path = str(tmp_path / "deep" / "er" / "m.safetensors")
+    M.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
+    loaded, again, meta = M.load_model(path)
+    assert loaded.cfg == target.cfg and meta["metrics"] == {"val_loss": 3.5} and meta["kind"] == "backbone"
+    x = ids(tokenizer.vocab_size, 1, 40)
+    assert torch.allclose(loaded(x)[0], target(x)[0], atol=1e-5)       # equal numbers, in another layout
+    for (name, a), (_, b) in zip(loaded.named_parameters(), target.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert loaded.fingerprint == target.fingerprint
+    assert again.encode(WORDS) == tokenizer.encode(WORDS) and again.eos == tokenizer.eos
+    assert (loaded.lm_head.weight.data_ptr() == loaded.wte.weight.data_ptr()) == tied
+    assert ("lm_head.weight" in load_file(path)) == (not tied)
+    matrix = 4 * 16 * tokenizer.vocab_size
+    numbers = 4 * sum(p.numel() for p in target.parameters())          # a tie counts once
+    bare = os.path.getsize(path) - numbers - len(json.dumps(tokenizer.to_dict()))
+    assert 0 < bare < matrix, "the embedding is stored twice"
+    with open(path.replace(".safetensors", ".json")) as f:
+        assert json.load(f)["config"]["n_embd"] == 16
+    assert len(os.listdir(os.path.dirname(path))) == 2                 # no temporary file
+
+
+def test_tie_is_kept_in_training_after_load(saved):
+    """A tie that is only a copy of values: one step of training would tear it."""
+    loaded = M.load_model(saved[0])[0]
+    for p in loaded.parameters():
+        p.requires_grad_(True)
+    opt = torch.optim.SGD(loaded.parameters(), lr=1.0)
+    F.cross_entropy(loaded(torch.tensor([[1, 2]]))[0][0], torch.tensor([2, 3])).backward()
+    opt.step()
+    assert torch.equal(loaded.wte.weight, loaded.lm_head.weight)
+    assert loaded.wte.weight is loaded.lm_head.weight
+
+
+def test_fingerprint():
+    """A hash that misses a weight, a name or a shape: drafters would accept another backbone."""
+    target = tiny()
+    tensors = M.model_tensors(target)
+    first = M.fingerprint(tensors)
+    assert M.fingerprint(M.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
+    for name, t in tensors.items():
+        t.view(-1)[-1] += 1e-9
+        assert M.fingerprint(tensors) != first, name
+        t.view(-1)[-1] -= 1e-9
+        t.copy_(tiny().state_dict()[name])
+    assert M.fingerprint(tensors) == first
+    w = torch.arange(6.0)
+    prints = {M.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
+    assert len(prints) == 5
+
+
+def test_missing_file(tmp_path, capsys):
+    """A traceback where a sentence with the next command is due."""
+    path = str(tmp_path / "none.safetensors")
+    refused(capsys, lambda: M.load_model(path), path, "train.py")
+    refused(capsys, lambda: M.load_model(str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("left", [0, 4, 8, 100, 0.5, 0.999])
+def test_truncated_file(saved, left, capsys):
+    """A half-written file read as if whole, or a traceback."""
+    path, size = saved[0], os.path.getsize(saved[0])
+    os.truncate(path, left if isinstance(left, int) else int(size * left))
+    refused(capsys, lambda: M.load_model(path), path, "broken")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"meta": "not json"}])
+def test_foreign_safetensors_file(tmp_path, metadata, capsys):
+    """Somebody else's file taken for ours."""
+    path = str(tmp_path / "foreign.safetensors")
+    save_file({"w": torch.zeros(3)}, path, metadata=metadata)
+    refused(capsys, lambda: M.load_model(path), path, "not ours")
+
+
+def test_a_text_file_is_no_checkpoint(tmp_path, capsys):
+    """A traceback for a file that is not safetensors at all."""
+    path = tmp_path / "m.safetensors"
+    path.write_text("hello " * 100)
+    refused(capsys, lambda: M.load_model(str(path)), str(path))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "backbone (resume)"])
+def test_other_checkpoints_are_no_backbone(saved, kind, capsys):
+    """Heads, or the state of an interrupted run, loaded as a backbone."""
+    path = saved[0]
+    M.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
+    refused(capsys, lambda: M.load_model(path), path, kind)
+
+
+def rewrite(path, change):
+    tensors, meta = M.load(path, "", "")
+    change(tensors, meta)
+    M.save(path, tensors, meta)
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "norm.weight", "blocks.1.attn.qkv.weight"])
+def test_missing_tensor(saved, name, capsys):
+    """Non-strict loading: a model with random weights in one place."""
+    rewrite(saved[0], lambda tensors, meta: tensors.pop(name))
+    refused(capsys, lambda: M.load_model(saved[0]), saved[0], name)
+
+
+@pytest.mark.parametrize("name", ["blocks.2.norm1.weight", "extra", "lm_head.weight"])
+def test_extra_tensor(saved, name, capsys):
+    """A tensor that nobody reads: the file is of another model (lm_head.weight: of an untied one)."""
+    shape = (saved[1].cfg.vocab_size, 16)
+    rewrite(saved[0], lambda tensors, meta: tensors.update({name: torch.zeros(shape)}))
+    refused(capsys, lambda: M.load_model(saved[0]), saved[0], name)
+
+
+def test_misshapen_tensor(saved, capsys):
+    """A tensor of another size is named, not thrown as an exception."""
+    rewrite(saved[0], lambda tensors, meta: tensors.update({"norm.weight": torch.zeros(17)}))
+    refused(capsys, lambda: M.load_model(saved[0]), saved[0], "norm.weight")
+
+
+def test_config_of_another_version(saved, capsys):
+    """A config with a field that this version does not know: a traceback instead of a sentence."""
+    rewrite(saved[0], lambda tensors, meta: meta["config"].update(dropout=0.1))
+    refused(capsys, lambda: M.load_model(saved[0]), saved[0], "dropout")
+
+
+@pytest.mark.parametrize("broken", ["replace", "save_file", "half", "interrupt"])
+def test_a_failing_save_leaves_the_old_file(saved, tokenizer, broken, monkeypatch, capsys):
+    """A full disk or Ctrl-C while writing: the old checkpoint must stay whole, and no rubbish beside it."""
+    path, target = saved
+    before, files = open(path, "rb").read(), sorted(os.listdir(os.path.dirname(path)))
+
+    def full(*args, **kwargs):
+        if broken in ("half", "interrupt"):
+            with open(args[1], "wb") as f:
+                f.write(b"half")
+        raise KeyboardInterrupt if broken == "interrupt" else OSError("No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(*(M.os, "replace", full) if broken == "replace" else (M, "save_file", full))
+        target.wte.weight.data.add_(1)
+        call = lambda: M.save_model(path, target, tokenizer)
+        if broken == "interrupt":
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        else:
+            refused(capsys, call, path, "No space left")
+    assert open(path, "rb").read() == before and sorted(os.listdir(os.path.dirname(path))) == files
+    M.load_model(path)
+
+
+def test_save_into_a_folder_that_cannot_be_made(saved, capsys):
+    """--out that names a file: a traceback after minutes of training."""
+    path = os.path.join(saved[0], "medusa", "model.safetensors")       # below a file
+    refused(capsys, lambda: M.save(path, {"w": torch.zeros(2)}, {}), path)
+
+
+def test_save_refuses_what_json_cannot_say(saved):
+    """A NaN metric or a tensor in the metadata: a file that strict readers refuse; the old one stays."""
+    before = open(saved[0], "rb").read()
+    for wrong in (float("nan"), torch.tensor(1.0)):
+        with pytest.raises((ValueError, TypeError)):
+            M.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
+    assert open(saved[0], "rb").read() == before and len(os.listdir(os.path.dirname(saved[0]))) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+TEXTS = ["", " ", "a", "\n", "\r\n", "\t\tif x:\r\n\t\t\treturn  y   \n\n\n", "naïve café — “quoted” …", "漢字かな交じり文 한국어 עברית العربية",
+         "👩‍👩‍👧‍👦 🇫🇷 😀😀", "é é ﬁ ①②③ ½", "\u200b\ufeff\u00a0x\u2028y", "\x00\x01\x7f", "1234567890 12,345.678", "a" * 500, " " * 300 + "x",
+         "<|end|>", "text <|end|> text", "<|endoftext|>", "don't I'LL we've", WORDS]
+
+
+def random_texts(n=200):
+    rng = random.Random(0)
+    pools = ["ab \n", "\t\r\n ", "0123 x", "éüñ漢字한", "😀👍🏽\u200d", "<|end|>", "".join(map(chr, range(32, 127))), "\U0001F600\U00010348\u0301"]
+    return ["".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(0, 60))) for _ in range(n)]
+
+
+def test_tokenizer_round_trip(tokenizer):
+    """Bytes that are lost, normalised or not in the vocabulary; an id beyond the embedding matrix."""
+    for text in TEXTS + random_texts():
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.decode_bytes(tokens) == text.encode()
+        assert all(0 <= t < tokenizer.eos for t in tokens)
+    assert tokenizer.vocab_size == 400 == tokenizer.eos + 1
+    assert len(set(tokenizer.ranks)) == 399 and sorted(tokenizer.ranks[:256]) == [bytes([b]) for b in range(256)]
+
+
+def test_every_byte_decodes(tokenizer):
+    """A single token of a multi-byte character: a crash while streaming; the end of text must print as nothing."""
+    for t in range(tokenizer.vocab_size):
+        tokenizer.decode([t])
+    assert tokenizer.decode([tokenizer.eos]) == "" and tokenizer.decode_bytes([tokenizer.eos]) == b""
+
+
+def test_special_text_is_ordinary_text(tokenizer):
+    """Text that spells the end token: it must not end a generation, nor raise."""
+    assert tokenizer.eos not in tokenizer.encode("a<|end|>b")
+    assert tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
+
+
+def test_segmentation_equals_tokenizers(tokenizer, monkeypatch):
+    """Merges in another order, or another splitting of text into words, than the trainer used."""
+    import tokenizers
+    made = []
+
+    class Spy:                                                         # keep the object that Tokenizer.train makes
+        def __new__(cls, *args):
+            made.append(real(*args))
+            return made[-1]
+
+    real = tokenizers.Tokenizer
+    monkeypatch.setattr(tokenizers, "Tokenizer", Spy)
+    again = Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
+    assert again.ranks == tokenizer.ranks                              # training is deterministic
+    for text in TEXTS + random_texts():
+        assert again.encode(text) == made[0].encode(text, add_special_tokens=False).ids, repr(text)
+
+
+def test_tokenizer_dict_round_trip(tokenizer):
+    """A tokenizer that does not survive JSON: bytes that are no UTF-8, another pattern."""
+    again = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert again.ranks == tokenizer.ranks and again.pattern == tokenizer.pattern
+    assert [again.encode(t) for t in TEXTS] == [tokenizer.encode(t) for t in TEXTS]
+
+
+def test_tokenizer_of_a_tiny_corpus():
+    """A corpus with fewer merges than asked for: vocab_size must be what there is."""
+    small = Tokenizer.train(["ab"], 5000)
+    assert small.vocab_size == len(small.ranks) + 1 < 300
+    assert small.decode(small.encode("ab ß")) == "ab ß"
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+@dataclasses.dataclass
+class Example:
+    """An example."""
+    n_heads: int = arg(4, "heads, 100% of them", low=1)
+    rate: float = arg(0.5, "a float")
+    share_head: bool = arg(True, "a switch")
+    style: str = arg("x", "a choice", choices=["x", "y"])
+    name: str = arg("none", "any text")
+
+
+@dataclasses.dataclass
+class Other:
+    """Another."""
+    lr: float = arg(0.1, "a rate")
+
+
+def test_parse_reads_every_type():
+    """Catches `1` refused where a float is meant, switches that cannot be turned off, and defaults that win over flags."""
+    one, = parse(Example, argv="--n-heads 3 --rate 1 --no-share-head --style y --name=-z".split())
+    assert one == Example(3, 1.0, False, "y", "-z") and type(one.rate) is float and type(one.n_heads) is int
+    assert parse(Example, argv=[]) == [Example()]
+    assert parse(Example, argv=["--rate", "2"], defaults=dict(rate=9.0, n_heads=7)) == [Example(7, 2.0)]
+    assert parse(Example, argv=["--rate", "0", "--n-heads", "1"]) == [Example(1, 0.0)]   # low itself is allowed
+    a, b = parse(GPTConfig, Other, argv="--n-head 8 --n-kv-head 8 --n-embd 32 --lr 1".split())
+    assert (a.n_head, a.head_dim) == (8, 4) and b == Other(1.0)
+
+
+@pytest.mark.parametrize("argv, word", [
+    ("--unknown 3", "--unknown"), ("--n-head 3", "--n-head"), ("--rat 1", "--rat"), ("--share", "--share"), ("stray", "stray"),
+    ("--n-heads 0", "--n-heads"), ("--n-heads -3", "--n-heads"), ("--n-heads 1.5", "--n-heads"), ("--n-heads x", "--n-heads"),
+    ("--n-heads", "--n-heads"), ("--rate -0.1", "--rate"), ("--rate=-1e-3", "--rate"), ("--rate nan", "--rate"),
+    ("--rate inf", "--rate"), ("--rate -inf", "--rate"), ("--rate ,", "--rate"), ("--style z", "--style"),
+    ("--share-head yes", "yes")])
+def test_parse_refuses_in_one_line(argv, word, capsys):
+    """Catches abbreviations that are guessed, numbers that make no sense, and usage texts of many lines."""
+    refused(capsys, lambda: parse(Example, argv=argv.split()), word)
+
+
+def test_parse_names_what_a_config_refuses(capsys):
+    """Catches a ValueError of a configuration that reaches the user as a traceback."""
+    refused(capsys, lambda: parse(GPTConfig, argv=["--n-kv-head", "3"]), "4 query heads", "3")
+    refused(capsys, lambda: parse(GPTConfig, argv=["--head-dim", "3"]), "even")
+    with pytest.raises(SystemExit) as e:
+        parse(Example, argv=["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0 and "100% of them" in out and "--no-share-head" in out
+
+
+def test_a_device_that_is_not_there(capsys):
+    """Catches a traceback of the library for a device that is misspelt or missing."""
+    for name in ("cuda:99", "nonsense"):
+        refused(capsys, lambda: M.pick_device(name), name)
+    assert M.pick_device("cpu") == "cpu"
+    assert M.pick_device() in ("cpu", "cuda", "mps")
