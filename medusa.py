@@ -14,11 +14,20 @@ Idea     1. One target forward gives the hidden state h_t and the target's own n
                   +-- head K  --> x[t+1+K]              |                  3  x x . x
                                                         c                 (row may look at column)
 
-Maths    p_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                         (sec. 2.1.1)
-         loss         = sum_k decay^k * CE( x[t+1+k], p_k(. | h_t) )                                  (sec. 2.2.1)
+Maths    q_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                         (sec. 2.1.1)
+         loss = sum_k decay^k [ hard * CE( x[t+1+k], q_k ) + soft * CE( p(. | x[..t+k]), q_k ) ]      (sec. 2.2.1: hard)
          paper:  W_1^(k)  W_2^(k)  lambda_k      here:  proj (rows of head k)  out[k-1]  decay^k
 
-Shapes   B batch, T tokens, C channels, V vocabulary, K heads, N tree nodes
+Shapes   B batch, T tokens, C channels, V vocabulary, K heads, M anchors of a batch in one row
+Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) changes the text and is not here.
+         Heads share the target's frozen lm_head (as the authors' first trainer did); --no-share-head gives each its own
+         W2, a copy of the lm_head at the start, as in the paper: V * C weights a head, which cost as much to read as the
+         whole small target.
+         The loss aims at the target's own distribution (--soft) more than at the text (--hard): the paper's Medusa-1 is
+         --soft 0 --hard 1, and is accepted less (README). A training step puts random anchors through the heads.
+         W1 starts at zero with its bias, so every head starts as the lm_head; the authors' code leaves a random bias.
+         Four heads, not five. The tree is grown anew each step from the heads' own
+         probabilities; --tree sparse is the paper's (2.3.3), from calibration on held-out text.
 """
 from dataclasses import dataclass
 
@@ -38,8 +47,8 @@ class Config:
     """Medusa-1: heads on a frozen target."""
     n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
-    soft: float = arg(0.0, "weight of the cross-entropy against the target's own distribution")
-    hard: float = arg(1.0, "weight of the cross-entropy against the text")
+    soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
+    hard: float = arg(0.1, "weight of the cross-entropy against the text (the paper: 1, and soft 0)")
     decay: float = arg(0.8, "head k weighs decay^k in the loss")
     anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
     steps: int = arg(500, "optimiser steps", low=1)

@@ -156,8 +156,7 @@ class KVCache:
 
     def __init__(self, cfg, max_len, B=1, device=None, dtype=None, n_layer=None):
         shape = (n_layer or cfg.n_layer, B, cfg.n_kv_head, max_len, cfg.head_dim)
-        self.kv = torch.zeros((2, *shape), device=device, dtype=dtype)
-        self.k, self.v = self.kv                                       # two views of one tensor
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.max_len, self.length = max_len, 0
 
     def write(self, layer, k, v):
@@ -177,7 +176,8 @@ class KVCache:
         if first < n:
             src = torch.tensor(rows[first:], device=self.k.device) + self.length
             dst = slice(self.length + first, self.length + n)
-            self.kv[..., dst, :] = self.kv.index_select(-2, src)       # a copy first, so overlap is no danger
+            for x in (self.k, self.v):
+                x[..., dst, :] = x.index_select(-2, src)               # a copy first, so overlap is no danger
         self.length += n
 
     def crop(self, length):

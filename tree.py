@@ -28,6 +28,7 @@ A drafter is any object with
     ride(target, idx, pos, mask, cache, tree) -> hidden      optional: run the target's forward itself (Hidden Transfer)
 """
 import heapq
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -182,8 +183,8 @@ def cartesian(*s):
 def grow(p, nodes, floor=0.0):
     """
     The tree of at most nodes nodes (root included) that is expected to be accepted furthest, if the guesses of different
-    positions are right independently: p[d][r] = P(guess r of draft position d + 1 is right), and a node is worth the product
-    of p along its path. The best node next to the tree enters until the budget is used or all are below floor.
+    positions are right independently: p[d][r] = P(guess r of draft position d + 1 is right), falling with r, and a node is
+    worth the product of p along its path. The best node next to the tree enters until the budget is used or all are below floor.
 
     With p averaged over a calibration text this is Medusa's sparse tree (2.3.3); with this step's probabilities it is the
     best-first tree.
@@ -229,7 +230,8 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
     if text == "sparse":
         if accuracy is None:
             raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint does not have")
-        return grow(accuracy, nodes).limit(K, V)
+        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may say otherwise
+        return grow(falling, nodes).limit(K, V)
     if text == "chain":
         return chain(min(K, nodes - 1))
     try:

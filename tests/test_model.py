@@ -210,6 +210,18 @@ def test_cached_equals_uncached(shape):
         assert cache.length == 40
 
 
+def test_a_cache_may_be_used_while_gradients_are_recorded():
+    """A cache whose keys and values are views made without gradients: writing to it from a trained layer is an error."""
+    target, x = tiny().requires_grad_(True), ids(23, 1, 9)
+    for made in (torch.no_grad, torch.enable_grad):
+        with made():
+            cache = target.new_cache(9)
+            target(x[:, :4], cache=cache)
+            cache.keep(range(4))
+        logits, _ = target(x[:, 4:], cache=cache)
+        assert torch.allclose(logits, target(x)[0][:, 4:], **EXACT)
+
+
 def random_parents(rng, N):
     return [-1] + [rng.randrange(i) for i in range(1, N)]
 
