@@ -65,7 +65,7 @@ class Config:
     hard: float = arg(0.0, "share of the loss against the text instead of the target's own distribution")
     decay: float = arg(0.8, "state k weighs decay^k in the loss")
     anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
-    steps: int = arg(500, "optimiser steps", low=1)
+    steps: int = arg(260, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1)
     lr: float = arg(1e-3, "learning rate at its peak")
 

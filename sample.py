@@ -33,7 +33,7 @@ class Options:
     seed: int = arg(0, "same seed, same text, with any method")
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
     nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
-    floor: float = arg(0.02, "a node enters a best-first tree only if its draft probability is above this")
+    floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
     share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
     out: str = arg("out", "folder of checkpoints, as train.py wrote it")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")

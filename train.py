@@ -67,7 +67,7 @@ class BackboneConfig(GPTConfig):
     lr_rest: float = arg(0.03, "peak learning rate of embeddings and norms (AdamW)")
 
 
-NODES = {"cpu": 10, "cuda": 64}                                        # most nodes of a tree, root included
+NODES = {"cpu": 8, "cuda": 64}                                        # most nodes of a tree, root included
 GPU = {                                                                # what the gpu preset changes; unset = as on a CPU
     "backbone": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ffn=2048, vocab_size=8192, block_size=1024,
                      steps=4000, batch_size=48, lr=0.02),

@@ -101,7 +101,7 @@ class Sampler:
 
     def rank(self, logits, positions):
         """Scores for a drafter's logits: with the target's own noise, so that where q = p the first guess is the choice."""
-        return self.scores(logits, positions) if self.share else logits.float()
+        return self.scores(logits, positions).float() if self.share else logits.float()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

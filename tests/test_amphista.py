@@ -391,4 +391,4 @@ def test_switches_change_what_they_name():
     heads = lambda **options: [p.out_features // 16 for p in make_net(make_target(), **options).proj]
     assert heads() == [2, 2] and heads(n_heads=5) == [2, 3] and heads(n_heads=1) == [1] and heads(stages=1) == [4]
     ffn = lambda **options: make_net(make_target(), **options).block.mlp.down.weight.shape[1]
-    assert (ffn(), ffn(n_ffn=8)) == (24, 8)
+    assert (ffn(), ffn(n_ffn=8)) == (16, 8)

@@ -31,7 +31,8 @@ def test_commands_run(command, trained, text_file, tmp_path):
     assert os.path.exists(os.path.join(ROOT, words[0])), words[0]
     more = TINY.get(words[0], "")
     if words[0] == "train.py":
-        more = f"--data {text_file} --device cpu " + (BACKBONE if "backbone" in words else DRAFTER)
+        more = f"--data {text_file} --device cpu " + (
+            BACKBONE if "backbone" in words else DRAFTER if "--method" in words else "--minutes 0.01")
     out = tmp_path if words[0] == "train.py" and "backbone" in words else trained
     if words[0] in ("train.py", "sample.py", "bench/run.py"):
         more += f" --out {out}"
