@@ -39,7 +39,8 @@ import moa
 from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_weights, parse, pick_device, save, save_model)
 from tree import complete
 
-METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_transfer, "moa": moa}                                           # --method -> the file that is the method
+# --method -> the file that is the method
+METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_transfer, "moa": moa}
 
 
 @dataclass
@@ -189,9 +190,9 @@ class Run:
         return self.step / self.cfg.steps
 
     def schedule(self):
-        """Learning rate as a share of its peak: 2 % of the way up, then a cosine down to a twentieth."""
+        """Learning rate as a share of its peak: up in 20 steps or the first 2 %, then a cosine down to a twentieth."""
         p = self.progress()
-        return min(1.0, max(p, (self.step + 1) / 1000) / 0.02, 0.525 + 0.475 * math.cos(math.pi * p))
+        return min(1.0, max(p / 0.02, (self.step + 1) / 20), 0.525 + 0.475 * math.cos(math.pi * p))
 
     def steps(self, module, optimisers, evaluate):
         """
@@ -202,9 +203,6 @@ class Run:
         peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
         if self.opt.resume and os.path.exists(self.resume_path):
             self.restore()
-        if self.opt.compile:
-            for block in [m for m in module.modules() if type(m).__name__ == "Block"]:
-                block.compile()
         old = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True)), signal.signal(
             signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         bar = tqdm(total=100, desc=self.kind, disable=None if rank() == 0 else True, bar_format="{desc} {percentage:3.0f}%|{bar}| "
@@ -359,6 +357,7 @@ def backbone_step(model, x, accumulate=1):
 def train_backbone(cfg, run):
     """Train a GPT from scratch on the run's batches and return it."""
     model = GPT(GPTConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig)})).to(run.device)
+    compile_blocks(model, run.opt)
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
@@ -446,6 +445,7 @@ def get_backbone(opt, cfg, corpus, device, again):
     if not meta.get("finished"):
         say("note: this backbone's training was interrupted; --resume would finish it first")
     corpus.tokenize(tokenizer)
+    compile_blocks(target, opt)
     return target
 
 
@@ -453,10 +453,16 @@ def train_drafter(kind, opt, cfg, corpus, target, device):
     """Train a drafter of this method, calibrate and try it. -> its row of the closing table."""
     method = METHODS[kind]
     run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
+    if opt.resume and not os.path.exists(run.resume_path) and os.path.exists(run.path):
+        _, meta = load(run.path, f"{kind} checkpoint", "start without --resume")
+        if meta.get("finished") and meta.get("backbone") == target.fingerprint and meta.get("config") == asdict(cfg):
+            say(f"{kind}: finished already -> {run.path}")
+            return dict(method=kind, parameters=meta["parameters"], **meta["metrics"])
     describe(run)
     net = method.train(cfg, target, run)
     net.eval()
     run.meta["calibration"] = calibrate(method, net, target, [x.to(device) for x in corpus.val_batches(8, run.T, 16)])
+    run.meta["parameters"] = count(net)
     hits = accuracy(run.meta["calibration"])
     run.metrics["top1"] = [round(row[0], 4) for row in hits]           # over more text than the log's
     prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
@@ -477,6 +483,8 @@ def main(argv=None):
     preset = lambda kind: GPU.get(kind, {}) if big else {}
     Config = BackboneConfig if known.method == "backbone" else METHODS[known.method].Config if known.method in METHODS else None
     opt, *cfg = parse(Options, *filter(None, [Config]), argv=argv, defaults=preset(known.method))
+    if opt.minutes and "RANK" in os.environ:
+        fail("--minutes works with one process only: several would not stop at the same step")
     device = setup(opt)
     torch.manual_seed(opt.seed)
     say(f"device {device}, {'bf16 autocast' if gpu(device) else 'fp32'}, {torch.get_num_threads()} threads | "
@@ -498,6 +506,12 @@ def main(argv=None):
             + (f" --out {opt.out}" if opt.out != Options.out else ""))
 
 
+def compile_blocks(model, opt):
+    """--compile: every block by itself, in place; they are alike, so one compilation serves all."""
+    for block in model.blocks if opt.compile else ():
+        block.compile()
+
+
 def count(module):
     return sum(p.numel() for p in module.parameters())
 
@@ -512,4 +526,7 @@ def describe(run):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130)

@@ -214,3 +214,30 @@ def test_gradients_are_averaged_over_processes(monkeypatch):
     run.world, run.seen = 2, []
     run.sync(net, torch.tensor(1.0))
     assert all(torch.allclose(p.grad, b) for p, b in zip(net.parameters(), before))
+
+
+def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
+    """Catches --resume that trains a finished drafter again, or takes one of another backbone for finished."""
+    backbone(tmp_path, text_file, "--steps", "2")
+    args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "2", "--batch-size", "2"]
+    train.main(args)
+    path = tmp_path / "medusa/model.safetensors"
+    before = path.stat().st_mtime_ns
+    train.main(args + ["--resume"])
+    assert path.stat().st_mtime_ns == before and "finished already" in capsys.readouterr().out
+    train.main([*args, "--n-heads", "2", "--resume"])
+    assert path.stat().st_mtime_ns != before
+    before = path.stat().st_mtime_ns
+    backbone(tmp_path, text_file, "--steps", "3")
+    train.main([*args, "--n-heads", "2", "--resume"])
+    assert path.stat().st_mtime_ns != before
+
+
+def test_compiled_blocks_compute_the_same(tmp_path, text_file):
+    """Catches --compile that does nothing, breaks a checkpoint's names, or changes what is learnt."""
+    for name, more in (("plain", []), ("compiled", ["--compile"])):
+        backbone(tmp_path / name, text_file, "--steps", "3", *more)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert a.keys() == b.keys()
+    for k in a:
+        torch.testing.assert_close(a[k], b[k], atol=1e-3, rtol=1e-2)
