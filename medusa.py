@@ -26,8 +26,10 @@ Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) cha
          The loss aims at the target's own distribution (--soft) more than at the text (--hard): the paper's Medusa-1 is
          --soft 0 --hard 1, and is accepted less (README). A training step puts random anchors through the heads.
          W1 starts at zero with its bias, so every head starts as the lm_head; the authors' code leaves a random bias.
-         Four heads, not five. The tree is grown anew each step from the heads' own
-         probabilities; --tree sparse is the paper's (2.3.3), from calibration on held-out text.
+         Four heads, not five. The tree is grown anew each step from the heads' own probabilities; --tree sparse is the
+         paper's (2.3.3), from calibration on held-out text.
+Run      python train.py --method medusa       # 2 CPU cores, 68 s: head 1 right .136 of the time, tau 1.81 at 8 nodes
+         python sample.py --method medusa --compare
 """
 from dataclasses import dataclass
 

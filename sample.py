@@ -111,7 +111,7 @@ def histogram(accepted):
     return "  ".join(f"{n} x{accepted.count(n)}" for n in range(1, max(accepted) + 1))
 
 
-def compare(target, prompt, drafter, sampler, tokens, stats, opt, tokenizer, repeats=3):
+def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3):
     """Plain decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
     def once(d):
         return complete(target, prompt, opt.max_new_tokens, d, sampler, {tokenizer.eos})
@@ -142,7 +142,7 @@ def main(argv=None):
           f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}", file=sys.stderr)
     print(f"tokens per forward: {histogram(stats.accepted)}", file=sys.stderr)
     if opt.compare and drafter:
-        compare(target, prompt, drafter, sampler, tokens, stats, opt, tokenizer)
+        compare(target, prompt, drafter, sampler, tokens, opt, tokenizer)
 
 
 if __name__ == "__main__":
