@@ -21,8 +21,8 @@ Maths    q_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K    
 Shapes   B batch, T tokens, C channels, V vocabulary, K heads, M anchors of a batch in one row
 Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) changes the text and is not here.
          Heads share the target's frozen lm_head (as the authors' first trainer did); --no-share-head gives each its own
-         W2, a copy of the lm_head at the start, as in the paper: V * C weights a head, which cost as much to read as the
-         whole small target.
+         W2, a copy of the lm_head at the start, as in the paper: V * C weights a head, for four heads of the small
+         target more than half as many as it has itself.
          The loss aims at the target's own distribution (--soft) more than at the text (--hard): the paper's Medusa-1 is
          --soft 0 --hard 1, and is accepted less (README). A training step puts random anchors through the heads.
          W1 starts at zero with its bias, so every head starts as the lm_head; the authors' code leaves a random bias.

@@ -191,7 +191,7 @@ class GPT(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.scaled = cfg, False                             # scaled: rotary tables that cfg cannot say
         C, V = cfg.n_embd, cfg.vocab_size
         self.wte = nn.Embedding(V, C)
         self.wpe = nn.Embedding(cfg.block_size, C) if cfg.style == "gpt2" else None
@@ -354,7 +354,7 @@ def from_hf(hf):
     if cfg.style == "llama":
         rotary = hf.model.rotary_emb                                   # has any rope scaling worked in already
         model.set_rope(rotary.inv_freq, getattr(rotary, "attention_scaling", 1.0))
-        model.scaled = c.rope_parameters["rope_type"] != "default"     # tables that no checkpoint and no export can say
+        model.scaled = c.rope_parameters["rope_type"] != "default"
     return model.to(hf.dtype)                                          # the tables too
 
 
@@ -362,7 +362,7 @@ def to_hf(model):
     """Our llama-style GPT as a transformers LlamaForCausalLM with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
     c = model.cfg
-    assert c.style == "llama" and not c.qkv_bias and not getattr(model, "scaled", False), "only plain llama-style models can be exported"
+    assert c.style == "llama" and not c.qkv_bias and not model.scaled, "only plain llama-style models can be exported"
     hf = LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.n_ffn, num_hidden_layers=c.n_layer,
         num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, rms_norm_eps=c.eps,
@@ -498,7 +498,7 @@ def model_tensors(model):
 
 def save_model(path, model, tokenizer, **meta):
     """Write a backbone. Sets model.fingerprint."""
-    if getattr(model, "scaled", False):
+    if model.scaled:
         fail("a model with scaled rotary frequencies cannot be saved")
     tensors = model_tensors(model)
     model.fingerprint = fingerprint(tensors)

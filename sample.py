@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from model import arg, fail, for_decoding, load, load_model, load_weights, parse, pick_device
-from train import METHODS, NODES, accuracy
+from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 
 PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
@@ -62,7 +62,7 @@ def load_drafter(opt, target):
     except (TypeError, KeyError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
-    nodes = opt.nodes or NODES.get(target.wte.weight.device.type, NODES["cpu"])
+    nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
     calibration = meta.get("calibration")
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size, calibration and accuracy(calibration), nodes)

@@ -68,7 +68,7 @@ class BackboneConfig(GPTConfig):
     lr_rest: float = arg(0.03, "peak learning rate of embeddings and norms (AdamW)")
 
 
-NODES = {"cpu": 8, "cuda": 64}                                        # most nodes of a tree, root included
+NODES = {"cpu": 8, "gpu": 64}                                          # most nodes of a tree, root included
 GPU = {                                                                # what the gpu preset changes; unset = as on a CPU
     "backbone": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, n_ffn=2048, vocab_size=8192, block_size=1024,
                      steps=4000, batch_size=48, lr=0.02),
@@ -434,6 +434,8 @@ def get_backbone(opt, cfg, corpus, device, again):
             tokenizer = Tokenizer.train(corpus.train_texts, cfg.vocab_size)
         cfg.vocab_size = tokenizer.vocab_size                          # a short text may not have that many tokens
         corpus.tokenize(tokenizer)
+        say(f"corpus: {len(corpus.train):,} training and {len(corpus.val):,} held-out tokens, "
+            f"{corpus.chars_per_token:.2f} characters each")
         run = Run(opt, "backbone", cfg, corpus, device, cfg.block_size, {"finished": False})
         describe(run)
         model = train_backbone(cfg, run)
@@ -444,7 +446,8 @@ def get_backbone(opt, cfg, corpus, device, again):
     target, tokenizer, meta = load_model(path, device)
     if not meta.get("finished"):
         say("note: this backbone's training was interrupted; --resume would finish it first")
-    corpus.tokenize(tokenizer)
+    if not hasattr(corpus, "tokenizer"):                               # training it has done that already
+        corpus.tokenize(tokenizer)
     compile_blocks(target, opt)
     return target
 
@@ -466,10 +469,10 @@ def train_drafter(kind, opt, cfg, corpus, target, device):
     hits = accuracy(run.meta["calibration"])
     run.metrics["top1"] = [round(row[0], 4) for row in hits]           # over more text than the log's
     prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
-    run.metrics["tau"] = round(mean_tau(target, method.Drafter(net, target, nodes=NODES["cuda" if gpu(device) else "cpu"]), prompts, 64), 3)
+    run.metrics["tau"] = round(mean_tau(target, method.Drafter(net, target, nodes=most_nodes(device)), prompts, 64), 3)
     run.save()
-    say(f"{kind}: {count(net):,} trained parameters -> {run.path}")
-    return dict(method=kind, parameters=count(net), **run.metrics)
+    say(f"{kind}: {run.meta['parameters']:,} trained parameters -> {run.path}")
+    return dict(method=kind, parameters=run.meta["parameters"], **run.metrics)
 
 
 def main(argv=None):
@@ -518,6 +521,11 @@ def count(module):
 
 def gpu(device):
     return device.startswith("cuda")
+
+
+def most_nodes(device):
+    """How many nodes a tree has unless told otherwise."""
+    return NODES["gpu" if gpu(device) else "cpu"]
 
 
 def describe(run):
