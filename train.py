@@ -415,8 +415,8 @@ def setup(opt):
         device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else pick_device("cpu" if opt.device == "auto" else opt.device)
     else:
         device = pick_device(opt.device)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    if gpu(device):
+        torch.cuda.set_device(torch.device(device).index or 0)
         torch.set_float32_matmul_precision("high")
     return device
 
