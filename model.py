@@ -129,8 +129,13 @@ class MLP(nn.Module):
         return self.down(F.gelu(x, approximate="tanh"))
 
 
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):                                              # under autocast the weight follows x: one fused kernel
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(cfg):
-    return nn.RMSNorm(cfg.n_embd, eps=cfg.eps) if cfg.style == "llama" else nn.LayerNorm(cfg.n_embd, eps=cfg.eps)
+    return RMSNorm(cfg.n_embd, eps=cfg.eps) if cfg.style == "llama" else nn.LayerNorm(cfg.n_embd, eps=cfg.eps)
 
 
 class Block(nn.Module):
@@ -444,13 +449,15 @@ def fingerprint(tensors):
     return h.hexdigest()[:16]
 
 
-def save(path, tensors, meta):
+def save(path, tensors, meta, half=False):
     """
-    Write tensors and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
+    Write tensors (in bfloat16 if half) and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
     whole: a killed run leaves the old file. The .json beside it is a copy for people, never read back.
     """
     text = json.dumps(meta, allow_nan=False)
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    if half:
+        tensors = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -496,13 +503,13 @@ def model_tensors(model):
     return {k: v for k, v in model.state_dict().items() if not (model.cfg.tied and k == "lm_head.weight")}
 
 
-def save_model(path, model, tokenizer, **meta):
-    """Write a backbone. Sets model.fingerprint."""
+def save_model(path, model, tokenizer, half=False, **meta):
+    """Write a backbone, in bfloat16 if half. Sets model.fingerprint to that of the weights as they will be loaded."""
     if model.scaled:
         fail("a model with scaled rotary frequencies cannot be saved")
     tensors = model_tensors(model)
-    model.fingerprint = fingerprint(tensors)
-    save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta})
+    model.fingerprint = fingerprint({k: v.bfloat16().to(v.dtype) if half else v for k, v in tensors.items()})
+    save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta}, half)
 
 
 def load_model(path, device="cpu", dtype=torch.float32):

@@ -54,6 +54,7 @@ class Options:
     seed: int = arg(0, "seed of weights and batches")
     minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
     resume: bool = arg(False, "go on where an interrupted run stopped")
+    half: bool = arg(False, "write checkpoints in bfloat16: half the size")
     compile: bool = arg(False, "torch.compile every block (worth it on a GPU)")
 
 
@@ -290,9 +291,9 @@ class Run:
             return
         meta = {**self.meta, "metrics": self.metrics, "options": asdict(self.opt), "versions": versions()}
         if self.kind == "backbone":
-            save_model(self.path, self.module, self.corpus.tokenizer, **meta)
+            save_model(self.path, self.module, self.corpus.tokenizer, self.opt.half, **meta)
         else:
-            save(self.path, self.module.state_dict(), {"kind": self.kind, "config": asdict(self.cfg), **meta})
+            save(self.path, self.module.state_dict(), {"kind": self.kind, "config": asdict(self.cfg), **meta}, self.opt.half)
         if meta.get("finished"):
             for end in (".safetensors", ".json"):
                 path = os.path.splitext(self.resume_path)[0] + end

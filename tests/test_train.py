@@ -241,3 +241,12 @@ def test_compiled_blocks_compute_the_same(tmp_path, text_file):
     assert a.keys() == b.keys()
     for k in a:
         torch.testing.assert_close(a[k], b[k], atol=1e-3, rtol=1e-2)
+
+
+def test_half_checkpoints_are_half_as_large_and_fit_each_other(tmp_path, text_file):
+    out = str(tmp_path)
+    backbone(out, text_file, "--half")
+    train.main(["--method", "medusa", "--out", out, "--data", text_file, "--steps", "2", "--batch-size", "2", "--half"])
+    target, _, _ = model.load_model(f"{out}/backbone/model.safetensors")
+    assert {v.dtype for v in weights(out).values()} == {torch.bfloat16} and target.wte.weight.dtype == torch.float32
+    assert model.load(f"{out}/medusa/model.safetensors", "", "")[1]["backbone"] == target.fingerprint
