@@ -67,7 +67,7 @@ class Config:
     anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
     steps: int = arg(260, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1)
-    lr: float = arg(1e-3, "learning rate at its peak")
+    lr: float = arg(3e-3, "learning rate at its peak")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
