@@ -43,7 +43,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, Block, GPTConfig, KVCache, arg
+from model import GPT, Block, DraftHead, GPTConfig, KVCache, arg
 from tree import Sampler, complete, plant
 
 
@@ -76,10 +76,11 @@ class Config:
 class Net(nn.Module):
     """Adaptation stages, K residual MLPs that read them, the auto-embedding block, an output matrix."""
 
-    def __init__(self, cfg, target):
+    def __init__(self, cfg, target, vocab=None):
         super().__init__()
         V, C = target.lm_head.weight.shape
         self.cfg, self.K = cfg, cfg.n_heads
+        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
         self.layer_cfg = replace(target.cfg, style="llama", qkv_bias=False, n_ffn=cfg.n_ffn or C,
                                  n_layer=max(1, cfg.stages))           # n_layer sizes the KV cache of the stages
@@ -99,7 +100,7 @@ class Net(nn.Module):
             nn.init.zeros_(proj.bias)                                  # ... and every head as the lm_head
         self.out = None
         if not cfg.share_head:
-            self.out = nn.Parameter(target.lm_head.weight.detach().repeat(self.K, 1, 1))  # (K, V, C), a copy
+            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))                    # (K, V, C), a copy
         if target.wpe is None:
             cos, sin = target.cos.clone(), target.sin.clone()
         else:                                                          # it has none (learned positions): our own
@@ -134,7 +135,7 @@ class Net(nn.Module):
         if self.block is not None:                                     # the anchors are its batch: none sees another
             z = self.block(z, None, None if self.cfg.bidirectional else True)
         if self.out is None:
-            return target.lm_head(z)
+            return self.head(z, target)
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
 
 
@@ -149,7 +150,7 @@ def guesses(net, target, x):
     """
     with torch.no_grad():
         h = target.hidden(x)                                           # (B, T, C)
-        own = target.lm_head(h)                                        # (B, T, V)
+        own = net.head(h, target)                                      # (B, T, V)
     B, T, C = h.shape
     stages = net.adapt(h[:, :-1], x[:, 1:], target)                    # (B, T-1, C) each, over the whole text
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
@@ -161,7 +162,7 @@ def guesses(net, target, x):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), x[row, t + 1 + k].flatten(), own[row, t + k].flatten(0, 1)
+        yield guess[:, :n].flatten(0, 1), net.head.local(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -170,7 +171,7 @@ def loss(net, target, x):
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
         if cfg.hard > 0:
-            error = cfg.hard * F.cross_entropy(guess, truth)
+            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
         if cfg.soft > 0:
             error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
         total = total + cfg.decay**k * error
@@ -206,7 +207,7 @@ class Drafter:
         self.cache.keep(range(len(self.tokens)))
         self.tokens, self.h = [], []
         logits = self.net([s[:, -1] for s in stages], self.target)[0]  # (K, V)
-        scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
+        scores = sampler.rank(self.net.head.spread(logits), range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, self.nodes, self.floor)
 
 
@@ -218,7 +219,7 @@ def train(cfg, target, run):
     Train stages, heads and block and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets
     the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
-    net = Net(cfg, target).to(target.wte.weight.device)
+    net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)

@@ -45,7 +45,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, arg, fail
+from model import GPT, DraftHead, GPTConfig, arg, fail
 from tree import Sampler, complete, plant
 
 
@@ -76,10 +76,11 @@ class Config:
 class Net(nn.Module):
     """K linear maps, and the passage of what they make through the target's upper blocks."""
 
-    def __init__(self, cfg, target):
+    def __init__(self, cfg, target, vocab=None):
         super().__init__()
         C, L, K = target.cfg.n_embd, target.cfg.n_layer, cfg.n_heads
         self.cfg, self.K = cfg, K
+        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))                     # W_k
         for proj in self.proj:
             nn.init.eye_(proj.weight) if cfg.init == "identity" else nn.init.normal_(proj.weight, std=C**-0.5)
@@ -183,9 +184,9 @@ def guesses(net, target, x):
     for k in range(1, K + 1):
         n = at[at < T - k - 1].to(x.device)                            # their token k + 1 places on is in the text
         with torch.no_grad():
-            own = target.head(h[-1][:, n + k])                         # (B, A, V)  teacher forcing
-        guess = target.head(states[:, net.slot[k - 1], :len(n)])       # (B, A, V)
-        yield guess.flatten(0, 1), x[:, n + k + 1].flatten(), own.flatten(0, 1)
+            own = net.head(target.norm(h[-1][:, n + k]), target)       # (B, A, V)  teacher forcing
+        guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)                  # (B, A, V)
+        yield guess.flatten(0, 1), net.head.local(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -199,7 +200,7 @@ def loss(net, target, x):
             p, q = own.log_softmax(-1), guess.log_softmax(-1)          # sum_v q (log q - log p)
             error = (1 - cfg.hard) * F.kl_div(p, q, log_target=True, reduction="batchmean")
         if cfg.hard > 0:
-            error = error + cfg.hard * F.cross_entropy(guess, truth)
+            error = error + cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
         total = total + cfg.decay**k * error
         top1.append((guess.argmax(-1) == truth).float().mean())
     return total, torch.stack(top1)
@@ -270,7 +271,7 @@ class Drafter:
         self.h = x[0, [N + slot * M + m for slot in net.slot]]         # (K, C)
 
     def draft(self, root, sampler):
-        logits = self.target.head(self.h)                              # (K, V)
+        logits = self.net.head.spread(self.net.head(self.target.norm(self.h), self.target))         # (K, V)
         scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, self.nodes, self.floor)
 
@@ -284,7 +285,7 @@ def train(cfg, target, run):
     batches (B, T), sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
     target.requires_grad_(False)
-    net = Net(cfg, target).to(target.wte.weight.device)
+    net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)

@@ -37,7 +37,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, arg
+from model import GPT, DraftHead, GPTConfig, arg
 from tree import Sampler, complete, plant
 
 
@@ -64,21 +64,22 @@ class Config:
 class Net(nn.Module):
     """K residual blocks that all read the same hidden state, each followed by an output matrix."""
 
-    def __init__(self, cfg, target):
+    def __init__(self, cfg, target, vocab=None):
         super().__init__()
         V, C = target.lm_head.weight.shape
         self.cfg, self.K = cfg, cfg.n_heads
+        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.Linear(C, self.K * C)                           # W1 of all heads in one product
         nn.init.zeros_(self.proj.weight)                               # silu(0) = 0, so at the start ...
         nn.init.zeros_(self.proj.bias)                                 # ... every head equals the target's lm_head
         self.out = None
         if not cfg.share_head:
-            self.out = nn.Parameter(target.lm_head.weight.detach().clone().repeat(self.K, 1, 1))     # W2 (K, V, C), a copy
+            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))                    # W2 (K, V, C), a copy
 
     def forward(self, h, target):  # (M, C) -> (M, K, V)
         z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))                         # (M, K, C)
         if self.out is None:
-            return target.lm_head(z)
+            return self.head(z, target)
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
 
 
@@ -93,7 +94,7 @@ def guesses(net, target, x):
     """
     with torch.no_grad():
         h = target.hidden(x)                                           # (B, T, C)
-        own = target.lm_head(h)                                        # (B, T, V)
+        own = net.head(h, target)                                      # (B, T, V)
     B, T, C = h.shape
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
     if net.training and 0 < net.cfg.anchors < T - net.K - 1:
@@ -103,7 +104,7 @@ def guesses(net, target, x):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), x[row, t + 1 + k].flatten(), own[row, t + k].flatten(0, 1)
+        yield guess[:, :n].flatten(0, 1), net.head.local(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -112,7 +113,7 @@ def loss(net, target, x):
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
         if cfg.hard > 0:
-            error = cfg.hard * F.cross_entropy(guess, truth)
+            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
         if cfg.soft > 0:
             error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
         total = total + cfg.decay**k * error
@@ -140,7 +141,7 @@ class Drafter:
 
     def draft(self, root, sampler):
         logits = self.net(self.h, self.target)[0]                      # (K, V)
-        scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
+        scores = sampler.rank(self.net.head.spread(logits), range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, self.nodes, self.floor)
 
 
@@ -152,7 +153,7 @@ def train(cfg, target, run):
     Train the heads and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the learning
     rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
-    net = Net(cfg, target).to(target.wte.weight.device)
+    net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)

@@ -47,7 +47,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, MLP, Block, GPTConfig, KVCache, arg, attend, make_norm, rotate
+from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, make_norm, rotate
 from tree import Sampler, Tree, complete
 
 
@@ -113,12 +113,13 @@ class CrossAttention(nn.Module):
 class Net(nn.Module):
     """LSA, SA and CA: what is trained. The target's layers and embeddings are only borrowed, call by call."""
 
-    def __init__(self, cfg, target):
+    def __init__(self, cfg, target, vocab=None):
         super().__init__()
         c = target.cfg
         assert 0 <= cfg.tli <= c.n_layer, f"the target has {c.n_layer} layers, tli = {cfg.tli} asks for more"
         assert 2 <= cfg.every_min <= cfg.every_max, f"every_min {cfg.every_min} > every_max {cfg.every_max}, or < 2"
         self.cfg, self.K = cfg, cfg.depth
+        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
                              n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
         self.sa, self.ca = Block(self.layer), CrossAttention(self.layer)
@@ -167,7 +168,7 @@ def guesses(net, target, x):
     pos, additive = target.positions(T), lambda mask: target.attention_mask(len(mask), mask, None, h.dtype)
     cache = target.new_cache((net.K + 1) * T, B)
     h = target.hidden(x, cache=cache)                                  # (B, T, C)
-    own = target.lm_head(h)                                            # (B, T, V)
+    own = net.head(h, target)                                          # (B, T, V)
     cache.keep(range(T))
     kv = net.ca.keys(net.read(cache.k[..., :T, :], cache.v[..., :T, :], h), net.rope[:, :T])
     s = net.sa(target.embed(x, pos), net.rope[:, :T], True)            # (B, T, C)
@@ -180,7 +181,7 @@ def guesses(net, target, x):
         f = net.ca(s[:, k:T - 1], kv, net.rope[:, k:T - 1], additive(sees[:n]))
         h = net.finish(f, target, pos[k:T - 1], additive(look), cache)                               # (B, n, C)
         cache.keep(range(n))                                           # the deeper drafts will look at these
-        yield target.lm_head(h).flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
+        yield net.head(h, target).flatten(0, 1), net.head.local(x[:, k + 1:]).flatten(), own[:, k:-1].flatten(0, 1)
 
 
 def loss(net, target, x, progress=1.0):
@@ -222,15 +223,15 @@ def loss(net, target, x, progress=1.0):
         guess = net.finish(torch.where(verified[..., None], deep, f), target, t, True)
         count = ~verified
     guess, real = guess[count], h[count]                               # (M, C)
-    logits = target.lm_head(guess)                                     # (M, V)
+    logits = net.head(guess, target)                                   # (M, V)
     with torch.no_grad():
-        p = target.lm_head(real).softmax(-1)
+        p = net.head(real, target).softmax(-1)
     near = F.smooth_l1_loss(guess, real)
     if cfg.tli:
         near = 0.5 * near + 0.5 * F.smooth_l1_loss(f[:, 1:], deep[:, 1:])
     total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * near
 
-    right = logits.argmax(-1) == F.pad(x[:, 1:], (0, 1), value=-1)[count]
+    right = logits.argmax(-1) == F.pad(net.head.local(x[:, 1:]), (0, 1), value=-1)[count]
     distance = (t - start).masked_fill(t == T - 1, 0)[count]           # what follows the last token is not known
     at = distance == torch.arange(1, net.K + 1, device=x.device)[:, None]                            # (K, M)
     return total, (right & at).sum(-1) / at.sum(-1).clamp(min=1)
@@ -291,7 +292,7 @@ class Drafter:
         if self.last:
             x = net.finish(x, target, pos[-1:], mask if len(tokens) == queries else None, self.last)
             self.last.length += queries
-        return target.lm_head(x[0])
+        return net.head.spread(net.head(x[0], target))
 
     def draft(self, root, sampler):
         S = len(self.text)                                             # the root stands at position S
@@ -354,7 +355,7 @@ def train(cfg, target, run):
     Train LSA, SA and CA and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the
     learning rate (warm-up, then cosine), knows the progress (0 to 1), logs, evaluates on held-out text and saves.
     """
-    net = Net(cfg, target).to(target.wte.weight.device)
+    net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x, run.progress())

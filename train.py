@@ -12,8 +12,11 @@ Idea     Corpus     the Python sources of this installation (or --data), split b
 Shapes   B sequences in a batch, T tokens in a sequence, K draft positions
 """
 import argparse
+import copy
 import dataclasses
+import datetime
 import glob
+import itertools
 import json
 import math
 import os
@@ -36,7 +39,8 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_weights, parse, pick_device, save, save_model)
+from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_pretrained, load_weights, out_folder, parse,
+                   pick_device, save, save_model)
 from tree import complete
 
 # --method -> the file that is the method
@@ -47,8 +51,14 @@ METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_tra
 class Options:
     """Train drafters (default: all four), or a backbone. Where there is no backbone yet, it is trained first."""
     method: str = arg("all", "what to train: one drafter, all of them, or the backbone", choices=["all", "backbone", *METHODS])
-    data: str = arg("python", "python = the sources of this installation; or a file, a folder, a glob of text")
-    out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...")
+    data: str = arg("python", "python = the sources of this installation; a file, a folder, a glob of text; self = the backbone's own text")
+    out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...; with --backbone gpt2 OUT/gpt2/medusa, ...")
+    backbone: str = arg("", "the target: empty = OUT/backbone; a hub id (gpt2, a Llama), a folder, a GGUF file, or smollm2")
+    draft_vocab: int = arg(0, "drafters guess among the N most frequent tokens of the training text only (0 = all tokens)")
+    self_tokens: int = arg(0, "--data self: size of the text (0 = 200,000 on a CPU, 4,000,000 on a GPU)")
+    self_prompts: str = arg("", "--data self: file of prompts, one a line, or JSON lines with \"turns\"; empty = no prompt")
+    self_temperature: float = arg(0.8, "--data self: temperature; 0 = greedy")
+    self_top_p: float = arg(0.95, "--data self: sample among the likeliest tokens that hold this much probability")
     preset: str = arg("auto", "sizes for 2 CPU cores or one data-centre GPU; auto = by device", choices=["auto", "cpu", "gpu"])
     device: str = arg("auto", "cpu, cuda, cuda:1, mps; auto takes the best there is")
     seed: int = arg(0, "seed of weights and batches")
@@ -121,7 +131,7 @@ def read_texts(data, with_packages=False):
 class Corpus:
     """Training and held-out tokens. A file is held out by a hash of its name; a single file gives its last twentieth."""
 
-    def __init__(self, texts):
+    def __init__(self, texts):                                         # [(name, text)]; a text may be a list of tokens
         if len(texts) == 1:
             cut = len(texts[0][1]) * 19 // 20
             self.train_texts, self.val_texts = [texts[0][1][:cut]], [texts[0][1][cut:]]
@@ -133,11 +143,19 @@ class Corpus:
 
     def tokenize(self, tokenizer):
         def tokens(texts):
-            return torch.tensor([t for text in texts for t in (*tokenizer.encode(text), tokenizer.eos)], dtype=torch.int32)
+            texts = (text if isinstance(text, list) else [*tokenizer.encode(text), tokenizer.eos] for text in texts)
+            return torch.tensor([t for text in texts for t in text], dtype=torch.int32)
         self.tokenizer = tokenizer
         self.train, self.val = tokens(self.train_texts), tokens(self.val_texts)
-        self.chars_per_token = sum(map(len, self.val_texts)) / max(1, len(self.val) - len(self.val_texts))
+        chars = sum(len(text if isinstance(text, str) else tokenizer.decode(text)) for text in self.val_texts)
+        self.chars_per_token = chars / max(1, len(self.val) - len(self.val_texts))
         return self
+
+    def frequent(self, n):
+        """(n,) the most frequent tokens of the training text, in order of their ids; None where that is all of them."""
+        V = self.tokenizer.vocab_size
+        counts = torch.bincount(self.train, minlength=V)
+        return counts.argsort(descending=True, stable=True)[:n].sort().values if 0 < n < V else None
 
     def batch(self, seed, B, T):
         """(B, T) random stretches of training text, a function of seed alone."""
@@ -157,6 +175,125 @@ class Corpus:
         """n lists of length tokens of held-out text, spread over all of it."""
         at = torch.linspace(0, max(0, len(self.val) - length - 1), n).long().tolist()
         return [self.val[i:i + length].tolist() for i in at]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text of the backbone's own (self-distillation, Medusa 2.3.2)
+
+LONGEST = 512                                                          # tokens that a text adds to what it was given, at most
+
+
+def pick(logits, temperature, top_p, u):
+    """(B, V) logits, u (B,) uniform in [0, 1) -> (B,) samples after temperature and top-p; temperature 0 is greedy."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = (logits.float() / temperature).softmax(-1)
+    top, ids, k = p, torch.arange(p.size(-1), device=p.device).expand_as(p), p.size(-1)
+    if top_p < 1:
+        k = min(256, k)                                                # far cheaper than sorting all V, and nearly always enough
+        while (found := p.topk(k))[0].sum(-1).min() < top_p and k < p.size(-1):
+            k = min(8 * k, p.size(-1))
+        top, ids = found
+    mass = top.cumsum(-1)
+    inside = (mass - top < top_p).sum(-1).clamp(min=1)                 # (B,) so many: the tokens before do not hold top_p yet
+    total = mass.gather(-1, inside[:, None] - 1)
+    i = (mass <= u[:, None] * total).sum(-1).minimum(inside - 1)       # the distribution function, inverted
+    return ids.gather(-1, i[:, None]).squeeze(-1)
+
+
+@torch.inference_mode()
+def write(target, scripts, stops, temperature, top_p, seed, bar=None):
+    """
+    One text for each script, all side by side. A script is a list of lists of ids: what the target is given first, and after
+    each token in stops but the last, which they replace. -> list of lists of ids, given ones included.
+    """
+    B, device = len(scripts), target.wte.weight.device
+    texts, given, done = [list(s[0]) for s in scripts], [list(s[1:]) for s in scripts], [False] * B
+    limit = min(target.cfg.block_size, LONGEST + max(sum(map(len, s)) for s in scripts))
+    cache, uniform = target.new_cache(limit, B), torch.Generator().manual_seed(seed)
+    rows, S = list(range(B)), min(map(len, texts))                     # longer openings go in token by token
+    x = torch.tensor([t[:S] for t in texts], device=device)
+    while True:
+        hidden = target.hidden(x, cache=cache)
+        cache.keep(range(x.size(1)))
+        u = torch.rand(B, generator=uniform)[rows].to(device)          # a row's numbers do not depend on who is left
+        choice = pick(target.lm_head(hidden[:, -1]), temperature, top_p, u).tolist()
+        for row, token in zip(rows, choice):
+            if len(texts[row]) > S or done[row]:
+                continue
+            if token in stops and given[row]:
+                texts[row] += given[row].pop(0)
+            else:
+                texts[row].append(token)
+                done[row] = token in stops
+        S += 1
+        left = [i for i, row in enumerate(rows) if not done[row]]
+        if bar is not None:
+            bar.update(len(left))
+        if not left or S == limit:
+            return [t[:limit] for t in texts]
+        if len(left) <= 0.75 * len(rows):                              # a copy of the cache each time, so not at every end
+            rows = [rows[i] for i in left]
+            cache.k, cache.v = cache.k[:, left], cache.v[:, left]
+        x = torch.tensor([[0 if done[row] else texts[row][S - 1]] for row in rows], device=device)
+
+
+def read_scripts(opt, tokenizer, block_size):
+    """What the backbone is given to write from, see write: from --self-prompts, or next to nothing."""
+    conversations = [None]                                             # lists of the user's turns
+    if opt.self_prompts:
+        try:
+            with open(opt.self_prompts, encoding="utf-8") as f:
+                lines = [line.strip() for line in f if line.strip()]
+            conversations = [json.loads(line)["turns"] if lines[0].startswith("{") else [line] for line in lines]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            fail(f"--self-prompts {opt.self_prompts} cannot be read ({type(e).__name__}: {e}): one prompt a line, or JSON lines with turns")
+        if not conversations or not all(turns and all(isinstance(t, str) for t in turns) for turns in conversations):
+            fail(f"--self-prompts {opt.self_prompts}: every line needs a prompt, or turns, a list of texts")
+    scripts = [tokenizer.script(turns) if tokenizer.has_chat else [tokenizer.start + tokenizer.encode(turns[0] if turns else "")]
+               for turns in conversations]
+    fit = [s for s in scripts if sum(map(len, s)) < block_size]
+    if not fit:
+        fail(f"--self-prompts {opt.self_prompts}: no prompt leaves room in a context of {block_size} tokens")
+    if len(fit) < len(scripts):
+        say(f"{len(scripts) - len(fit)} of {len(scripts)} prompts do not fit a context of {block_size} tokens and were left out")
+    return fit
+
+
+def own_text(opt, target, tokenizer, device):
+    """--data self: a Corpus of the target's own text, from OUT/self where it is there; what is missing is written, batch by batch."""
+    path, size = os.path.join(opt.out, "self", "text.safetensors"), opt.self_tokens or (4_000_000 if gpu(device) else 200_000)
+    scripts = read_scripts(opt, tokenizer, target.cfg.block_size)
+    meta = {"kind": "self", "backbone": target.fingerprint, "temperature": opt.self_temperature, "top_p": opt.self_top_p,
+            "seed": opt.seed, "longest": LONGEST, "scripts": zlib.crc32(json.dumps(scripts).encode()), "prompts": opt.self_prompts}
+    texts = []
+    if rank() > 0:
+        dist.barrier()                                                 # the file is written by the first process
+    if os.path.exists(path):
+        tensors, old = load(path, "own text", "remove it, and it is written anew")
+        if all(old.get(k) == v for k, v in meta.items()):
+            texts = [t.tolist() for t in tensors["tokens"].split(tensors["lengths"].tolist())]
+    have, c = sum(map(len, texts)), target.cfg
+    if have < size:
+        row = 4 * c.n_layer * c.n_kv_head * c.head_dim * min(c.block_size, LONGEST + max(sum(map(len, s)) for s in scripts))
+        B = max(1, min(256, 2**34 // row) if gpu(device) else min(32, 2**30 // row))       # caches of 16 GB at most (here 2)
+        writer = copy.deepcopy(target).bfloat16() if gpu(device) else target
+        say(f"own text: {size:,} tokens, temperature {opt.self_temperature}, top-p {opt.self_top_p}, {B} texts at once -> {path}")
+        with tqdm(total=size, initial=have, desc="own text", unit="tok", unit_scale=True, disable=None) as bar:
+            while have < size:
+                n = len(texts)
+                todo = [scripts[(n + i) % len(scripts)] for i in range(B)]
+                texts += write(writer, todo, tokenizer.stops, opt.self_temperature, opt.self_top_p, opt.seed * 1_000_003 + n, bar)
+                have = sum(map(len, texts))
+                bar.n = have
+                tensors = [torch.tensor(t, dtype=torch.int32) for t in ([i for t in texts for i in t], [len(t) for t in texts])]
+                save(path, dict(zip(("tokens", "lengths"), tensors)), {**meta, "versions": versions()})
+        del writer
+    if rank() == 0 and dist.is_initialized():
+        dist.barrier()
+    ends = itertools.accumulate(map(len, texts))
+    texts = [t for t, end in zip(texts, ends) if end - len(t) < size]  # there may be more of it than was asked for
+    return Corpus([(str(i % len(scripts) if len(scripts) > 1 else i), t) for i, t in enumerate(texts)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,6 +318,7 @@ class Run:
         self.path = os.path.join(opt.out, kind, "model.safetensors")
         self.resume_path = os.path.join(opt.out, kind, "resume.safetensors")
         self.step, self.elapsed, self.stop, self.metrics, self.seen = 0, 0.0, False, {}, []
+        self.vocab = None if kind == "backbone" else corpus.frequent(opt.draft_vocab)  # what a drafter may draft; None = all
         self.amp = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -317,6 +455,8 @@ class Run:
         if meta["config"] != asdict(self.cfg):
             wrong = [k for k, v in asdict(self.cfg).items() if meta["config"].get(k) != v]
             fail(f"{self.resume_path} was started with another {', '.join(wrong)}: use the same options, or leave --resume out")
+        if self.vocab is not None and not torch.equal(self.vocab, tensors.get("module.head.ids", self.vocab[:0])):
+            fail(f"{self.resume_path} was started with another draft vocabulary: use the same options, or leave --resume out")
         load_weights(self.module, {k[7:]: v for k, v in tensors.items() if k.startswith("module.")}, self.resume_path)
         for i, o in enumerate(self.optimisers):
             state = {}
@@ -412,7 +552,7 @@ def setup(opt):
     """Device and processes. Returns the device's name."""
     if "RANK" in os.environ:
         cuda = torch.cuda.is_available() and opt.device in ("auto", "cuda")
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))  # --data self: one writes, all wait
         device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else pick_device("cpu" if opt.device == "auto" else opt.device)
     else:
         device = pick_device(opt.device)
@@ -423,10 +563,15 @@ def setup(opt):
 
 
 def get_backbone(opt, cfg, corpus, device, again):
-    """Train OUT/backbone if it is not there, unfinished, or again is wanted; tokenize the corpus. -> the target, frozen."""
+    """
+    Load --backbone, or train OUT/backbone if it is not there, unfinished, or again is wanted; tokenize the corpus, or let the
+    target write it (corpus None). -> the target, frozen, and the corpus.
+    """
     path, resume_path = (os.path.join(opt.out, "backbone", name) for name in ("model.safetensors", "resume.safetensors"))
     resume = opt.resume and os.path.exists(resume_path)
-    if again or resume or not os.path.exists(path):
+    if not opt.backbone and (again or resume or not os.path.exists(path)):
+        if corpus is None:
+            fail("--data self needs a backbone that can write: run python train.py --method backbone first, or name a --backbone")
         if cfg.vocab_size < 257:
             fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {cfg.vocab_size}")
         if resume:
@@ -444,13 +589,17 @@ def get_backbone(opt, cfg, corpus, device, again):
             f"{run.metrics['seconds']:.0f} s -> {path}")
         if dist.is_initialized():
             dist.barrier()                                             # the file is written by the first process
-    target, tokenizer, meta = load_model(path, device)
+    target, tokenizer, meta = load_pretrained(opt.backbone, device) if opt.backbone else load_model(path, device)
+    if opt.backbone:
+        say(f"backbone: {meta['source']}, {count(target):,} parameters, {tokenizer.vocab_size:,} tokens -> {opt.out}")
     if not meta.get("finished"):
         say("note: this backbone's training was interrupted; --resume would finish it first")
+    if corpus is None:
+        corpus = own_text(opt, target, tokenizer, device)
     if not hasattr(corpus, "tokenizer"):                               # training it has done that already
         corpus.tokenize(tokenizer)
     compile_blocks(target, opt)
-    return target
+    return target, corpus
 
 
 def train_drafter(kind, opt, cfg, corpus, target, device):
@@ -459,7 +608,8 @@ def train_drafter(kind, opt, cfg, corpus, target, device):
     run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
     if opt.resume and not os.path.exists(run.resume_path) and os.path.exists(run.path):
         _, meta = load(run.path, f"{kind} checkpoint", "start without --resume")
-        if meta.get("finished") and meta.get("backbone") == target.fingerprint and meta.get("config") == asdict(cfg):
+        same = meta.get("options", {}).get("draft_vocab", 0) == opt.draft_vocab and meta.get("config") == asdict(cfg)
+        if meta.get("finished") and meta.get("backbone") == target.fingerprint and same:
             say(f"{kind}: finished already -> {run.path}")
             return dict(method=kind, parameters=meta["parameters"], **meta["metrics"])
     describe(run)
@@ -493,9 +643,13 @@ def main(argv=None):
     torch.manual_seed(opt.seed)
     say(f"device {device}, {'bf16 autocast' if gpu(device) else 'fp32'}, {torch.get_num_threads()} threads | "
         + " ".join(f"{k} {v}" for k, v in versions().items()))
-    corpus = Corpus(read_texts(opt.data, with_packages=big))
-    again = opt.method == "backbone"
-    target = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
+    again, out, opt.out = opt.method == "backbone", opt.out, out_folder(opt.out, opt.backbone)
+    if again and opt.backbone:
+        fail("--method backbone trains one of our own: leave --backbone out")
+    if opt.self_top_p > 1:
+        fail(f"--self-top-p must lie between 0 and 1, not {opt.self_top_p}")
+    corpus = None if opt.data == "self" else Corpus(read_texts(opt.data, with_packages=big))
+    target, corpus = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
     kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]
     rows = []
     for kind in kinds:
@@ -507,7 +661,7 @@ def main(argv=None):
             say(f"{r['method']:16s} {r['parameters']:11,d} {r['seconds']:8.0f} {r['tau']:6.2f}  " + " ".join(f"{a:.3f}" for a in r["top1"]))
         say(f"\ntau: tokens per target forward at T = 0 on 8 held-out prompts. Now try\n"
             f"python sample.py --method {max(rows, key=lambda r: r['tau'])['method']} --compare"
-            + (f" --out {opt.out}" if opt.out != Options.out else ""))
+            + (f" --backbone {opt.backbone}" if opt.backbone else "") + (f" --out {out}" if out != Options.out else ""))
 
 
 def compile_blocks(model, opt):

@@ -39,6 +39,7 @@ class Options:
     floor: float = arg(sample.Options.floor, "as for sample.py")
     share_noise: bool = arg(True, "as for sample.py")
     out: str = arg("out", "folder of checkpoints")
+    backbone: str = arg("", "as for sample.py")
     device: str = arg("auto", "as for sample.py")
     dtype: str = arg("auto", "as for sample.py")
 
@@ -69,7 +70,7 @@ def main(argv=None):
         temperatures = [float(t) for t in opt.temperatures.split(",")]
     except ValueError:
         fail(f"--temperatures must be numbers with commas, not {opt.temperatures!r}")
-    common = dict(tree=opt.tree, nodes=opt.nodes, floor=opt.floor, out=opt.out, device=opt.device, dtype=opt.dtype)
+    common = dict(tree=opt.tree, nodes=opt.nodes, floor=opt.floor, out=opt.out, backbone=opt.backbone, device=opt.device, dtype=opt.dtype)
     target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", **common))
     drafters = {n: sample.load_drafter(sample.Options(method=n, **common), target) for n in ("plain", *names) if n != "hf"}
     hf = to_hf(target) if "hf" in names else None

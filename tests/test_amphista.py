@@ -63,6 +63,8 @@ def from_scratch(net, target, x, h=None):
 class Run:
     """train.Run's side of the contract: the batches, and what the training loop reports."""
 
+    vocab = None
+
     def __init__(self, batches):
         self.batches, self.losses, self.without_grad = batches, [], []
 

@@ -134,6 +134,8 @@ class Checked(Drafter):
 class Bench:
     """Stands in for train.Run: the same batch again and again."""
 
+    vocab = None
+
     def __init__(self, x, n):
         self.x, self.n, self.losses = x, n, []
 

@@ -205,6 +205,8 @@ def test_a_head_knows_nothing_of_later_tokens():
 class Repeat:
     """A run that hands out one batch again and again."""
 
+    vocab = None
+
     def __init__(self, x, n):
         self.x, self.n, self.seen = x, n, []
 

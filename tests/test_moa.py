@@ -351,6 +351,8 @@ def test_loss_by_hand(options, progress):
 class Run:
     """Stands for train.Run: one batch, again and again."""
 
+    vocab = None
+
     def __init__(self, x, steps):
         self.x, self.n, self.i, self.seen, self.asked = x, steps, 0, [], []
 

@@ -76,7 +76,7 @@ def test_many_byte_characters_come_whole(trained, monkeypatch, capsys):
     monkeypatch.setattr(sample, "generate", steps)
 
     class Bytes:
-        eos = 9
+        stops = {9}
         def decode_bytes(self, ids):
             return b"".join({0: b"a\xe2", 1: b"\x82", 2: b"\xac", 3: b"\xf0\x9f"}[i] for i in ids)
     sample.stream(sample.Options(), None, Bytes(), [0], None, None)
