@@ -65,8 +65,8 @@ class Config:
     hard: float = arg(0.1, "weight of the cross-entropy against the text")
     decay: float = arg(0.8, "head k weighs decay^k in the loss")
     anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
-    steps: int = arg(180, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
+    steps: int = arg(360, "optimiser steps", low=1)
+    batch_size: int = arg(4, "sequences in a step", low=1)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 

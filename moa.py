@@ -71,9 +71,9 @@ class Config:
     tli_exact: bool = arg(False, "N > 0: train on just the states that drafting has; off = as the authors")
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
-    steps: int = arg(110, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
-    lr: float = arg(2e-3, "learning rate at its peak")
+    steps: int = arg(220, "optimiser steps", low=1)
+    batch_size: int = arg(4, "sequences in a step", low=1)
+    lr: float = arg(3e-3, "learning rate at its peak")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
