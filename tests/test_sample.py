@@ -68,7 +68,7 @@ def test_a_different_text_would_be_noticed(trained, capsys, monkeypatch):
 
 def test_typical_acceptance_is_named_lossy(trained, capsys):
     """Catches a lossy text that is passed off as the model's own, and a comparison with anything but exact plain decoding."""
-    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "a dog", "--temperature", 1]
     exact, greedy = run(capsys, *args, "--compare"), run(capsys, *args[:-1], 0)
     assert "LOSSY" not in exact.err and "lossy" not in exact.err
     got = run(capsys, *args, "--accept", "typical", "--epsilon", 0.01, "--delta", 0.1, "--compare")
@@ -171,23 +171,24 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, trained, capsys):
     assert "broken" in refused(capsys, "--out", trained, "--checkpoint", path)
 
 
-def test_bench_of_typical_acceptance(trained, text_file, capsys):
+def test_bench_of_typical_acceptance(trained, text_file, capsys, monkeypatch):
     """Catches a log p of other tokens than the text's, a table whose exact rows are lossy, or that cannot be made."""
-    command = [sys.executable, "bench/typical.py", "--out", trained, "--data", text_file, "--prompts", "2", "--prompt-tokens", "8",
-               "--new-tokens", "20", "--epsilons", "0.01,1", "--temperature", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "bench"))
+    import typical
+    argv = ["--out", trained, "--data", text_file, "--prompts", "2", "--prompt-tokens", "8", "--new-tokens", "20",
+            "--epsilons", "0.01,1", "--temperature", "1", "--device", "cpu"]
+    typical.main(argv)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [r["name"] for r in rows] == ["exact, T = 0", "exact, T = 1", "LOSSY, epsilon 0.01", "LOSSY, epsilon 1"]
-    assert rows[0]["greedy"] == 1 > rows[2]["greedy"] and all(r["tau"] >= 1 and r["logp"] < 0 for r in rows)
+    assert rows[0]["greedy"] == 1 > rows[1]["greedy"] and all(r["tau"] >= 1 and r["logp"] < 0 for r in rows)
     assert rows[2]["tau"] > rows[3]["tau"]                             # a higher limit accepts less
-    for argv, says in ((["--epsilons", "2"], "between 0 and 1"), (["--epsilons", "x"], "numbers"), (["--prompt-tokens", "64"], "no room")):
-        done = subprocess.run([*command, *argv], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
-    import importlib
-    sys.path.insert(0, os.path.join(ROOT, "bench"))
+    for wrong, says in ((["--epsilons", "2"], "between 0 and 1"), (["--epsilons", "x"], "numbers"), (["--prompt-tokens", "64"], "no room")):
+        with pytest.raises(SystemExit) as e:
+            typical.main([*argv, *wrong])
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and says in err and err.count("\n") == 1
     target, _, _, _ = sample.setup(sample.Options(method="plain", out=trained, device="cpu"))
-    logp, greedy = importlib.import_module("typical").score(target, [5, 6], [7, 8, 9])
+    logp, greedy = typical.score(target, [5, 6], [7, 8, 9])
     for i, token in enumerate([7, 8, 9]):
         row = target(torch.tensor([[5, 6, 7, 8, 9][:2 + i]]))[0][0, -1].log_softmax(-1)
         assert logp[i] == pytest.approx(row[token].item(), abs=1e-4) and greedy[i] == (row.argmax() == token).item()
