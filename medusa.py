@@ -222,7 +222,8 @@ def train_jointly(cfg, net, target, run):
     """
     Two stages: the heads alone on the target as it is, then both together, the backbone at a lower rate. Without them
     (--warmup 0 --backbone-lr 1 --heads-weight 1) the heads' first, large gradients damage the backbone: the paper's table 2
-    has that too. Returns a Joint. Memory: a second copy of the target, its gradients, and two numbers of AdamW's a weight.
+    has that too. Returns a Joint. Memory: beside the original, a copy with its gradients and AdamW's two numbers a weight;
+    --lm kl adds no more than the original's logits (B, T, V).
     """
     joint = Joint(net, target)
     opt = torch.optim.AdamW([dict(params=list(net.parameters())),

@@ -61,6 +61,8 @@ def load_drafter(opt, target):
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
     if meta.get("backbone") != target.fingerprint:
+        if "original" in meta:                                         # Medusa-2: the backbone it was trained with lies beside it
+            hint = f"use --out {os.path.dirname(os.path.dirname(path))}"
         fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
         net = method.Net(method.Config(**meta["config"]), target)

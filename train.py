@@ -197,7 +197,8 @@ class Run:
     def steps(self, module, optimisers, evaluate):
         """
         Yield batches (B, T) until the training is done; resumes, shows progress, evaluates and saves between them.
-        evaluate(x) -> (loss, top1[, more figures by name]) on held-out text. Ctrl-C ends the loop after the step at hand, checkpoint written.
+        evaluate(x) -> (loss, top1[, more figures by name]) on held-out text. Ctrl-C ends the loop after the step at hand,
+        checkpoint written.
         """
         self.module, self.optimisers, self.evaluate = module, optimisers, evaluate
         if hasattr(module, "target"):

@@ -4,7 +4,8 @@ Token trees: the target's choice, the walk along it, and the decode loop that ev
 Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T times a row
          of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward of the target
          with a tree mask gives the target's choice after every node, and we walk down while a child carries the choice.
-         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which.
+         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which. (There is
+         one lossy rule beside it, walk_typical, which must be asked for.)
 
              root x          tree mask     x a b c        target's choice after    x   a   b   c
              /    \                     x  1 . . .                                 b   e   c   d
@@ -344,7 +345,8 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
     """
     Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
     token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
-    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node.
+    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. The text is the target's own, unless
+    sampler asks for typical acceptance.
 
     Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
     """

@@ -5,7 +5,7 @@ What typical acceptance (Medusa 2.3.1) buys, and what it does to the text: exact
 
 Each row decodes the same held-out prompts: greedy and exact sampling by the walk (lossless; one seed a prompt), then typical
 acceptance with delta = sqrt(epsilon). tau: tokens per target forward. log p: mean log-probability of the text's tokens under the
-target as it is (temperature 1), in nats; exact sampling has what the temperature implies, typical acceptance leans towards greedy.
+target as it is (temperature 1), in nats: exact sampling has what the temperature implies, typical acceptance leans to greedy.
 greedy: share of tokens that are the target's argmax. loops: texts that end in one. The last line is JSON.
 """
 import json
@@ -60,8 +60,10 @@ def main(argv=None):
     if opt.prompt_tokens >= target.cfg.block_size:
         fail(f"--prompt-tokens {opt.prompt_tokens} leaves no room in a context of {target.cfg.block_size}")
     prompts = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
-    print(f"{opt.method}, {opt.prompts} prompts x {opt.new_tokens} tokens | " + " ".join(f"{k} {v}" for k, v in versions().items()))
-    rows = [("exact, T = 0", lambda i: Sampler()), (f"exact, T = {opt.temperature:g}", lambda i: Sampler(opt.temperature, seed=i))]
+    print(f"{opt.method}, {opt.prompts} prompts x {opt.new_tokens} tokens | "
+          + " ".join(f"{k} {v}" for k, v in versions().items()))
+    rows = [("exact, T = 0", lambda i: Sampler()),
+            (f"exact, T = {opt.temperature:g}", lambda i: Sampler(opt.temperature, seed=i))]
     rows += [(f"LOSSY, epsilon {e:g}", lambda i, s=s: s) for e, s in typical]
     result = {"options": asdict(opt), "versions": versions(), "rows": []}
     print(f"{'acceptance':24s} {'tau':>5s} {'log p':>7s} {'greedy':>7s} {'loops':>6s}")
@@ -72,7 +74,8 @@ def main(argv=None):
             a, b = score(target, prompt, text)
             logp, greedy = logp + a, greedy + b
             tokens, steps, looping = tokens + sum(stats.accepted[1:]), steps + stats.steps, looping + loops(text)
-        row = dict(name=name, tau=tokens / max(1, steps), logp=sum(logp) / len(logp), greedy=sum(greedy) / len(greedy), loops=looping)
+        row = dict(name=name, tau=tokens / max(1, steps), logp=sum(logp) / len(logp), greedy=sum(greedy) / len(greedy),
+                   loops=looping)
         print(f"{name:24s} {row['tau']:5.2f} {row['logp']:7.3f} {row['greedy']:7.1%} {looping:6d}", flush=True)
         result["rows"].append(row)
     print(json.dumps(result))

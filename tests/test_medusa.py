@@ -384,7 +384,8 @@ def test_the_warm_up_is_medusa_1():
     assert torch.equal(weights[4], alone.proj.weight) and not torch.equal(weights[5], weights[4])
 
 
-@pytest.mark.parametrize("ramp, share", [("none", lambda d: 1.0), ("linear", lambda d: d), ("sine", lambda d: math.sin(d * math.pi / 2))])
+@pytest.mark.parametrize("ramp, share", [("none", lambda d: 1.0), ("linear", lambda d: d),
+                                         ("sine", lambda d: math.sin(d * math.pi / 2))])
 def test_the_ramp_weighs_the_heads(ramp, share, monkeypatch):
     """A ramp on the backbone's term (as one sentence of the paper has it), over stage 1 too, or that never reaches 1."""
     target, weights, real = tiny(seed=4, dtype=torch.float32), [], medusa.joint_loss
@@ -419,10 +420,11 @@ def both(trained, text_file, tmp_path_factory):
     out = str(tmp_path_factory.mktemp("both"))
     for name in ("backbone", "medusa", "amphista"):
         shutil.copytree(os.path.join(trained, name), os.path.join(out, name))
-    args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8", "--batch-size", "2"]
+    args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8",
+            "--batch-size", "2"]
     before = fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors")))
     train.main(args)
-    assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before      # the original's file stays
+    assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before          # it stays
     return args, out
 
 
@@ -432,7 +434,7 @@ def decoded(capsys, out, *argv):
 
 
 def test_medusa_2_round_trip(both, capsys):
-    """A new backbone that is saved without its heads, after other steps than them, or not used by plain decoding and --compare."""
+    """A new backbone that is saved without its heads or after other steps, or is not what plain decoding and --compare use."""
     args, out = both
     new = os.path.join(out, "medusa2")
     tensors, meta = load(os.path.join(new, "medusa", "model.safetensors"), "", "")
@@ -442,7 +444,8 @@ def test_medusa_2_round_trip(both, capsys):
     assert meta["backbone"] == target.fingerprint != old.fingerprint and meta["original"] == backbone["original"] == old.fingerprint
     assert meta["parameters"] == sum(p.numel() for p in target.parameters()) + sum(t.numel() for t in tensors.values())
     log = [json.loads(line) for line in open(os.path.join(new, "medusa", "log.jsonl"))]
-    x = torch.cat([x for x in Held(args, original["tokenizer"]).batches])
+    corpus = train.Corpus(train.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(original["tokenizer"]))
+    x = torch.cat(corpus.val_batches(8, 64, 4))
     for key, model in (("backbone_before", old), ("backbone", target)):
         assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
         assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
@@ -453,23 +456,17 @@ def test_medusa_2_round_trip(both, capsys):
         assert got.out == plain and "text identical" in got.err
 
 
-class Held:
-    """The held-out batches that a log line is made of."""
-
-    def __init__(self, args, tokenizer):
-        corpus = train.Corpus(train.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(tokenizer))
-        self.batches = corpus.val_batches(8, 64, 4)
-
-
 def test_medusa_2_and_the_others_refuse_each_other(both, capsys):
     """Heads of one backbone that are used with the other: lossless, and slower for no visible reason."""
     _, out = both
     new = os.path.join(out, "medusa2")
-    for folder, method, checkpoint in ((new, "medusa", f"{out}/medusa"), (new, "amphista", f"{out}/amphista"), (out, "medusa", f"{new}/medusa")):
+    for folder, method, checkpoint in ((new, "medusa", f"{out}/medusa"), (new, "amphista", f"{out}/amphista"),
+                                       (out, "medusa", f"{new}/medusa")):
         with pytest.raises(SystemExit) as e:
             decoded(capsys, folder, "--method", method, "--checkpoint", checkpoint)
         err = capsys.readouterr().err
         assert e.value.code == 2 and "another backbone" in err and err.count("\n") == 1
+        assert (f"use --out {new}" in err) == (checkpoint == f"{new}/medusa")
 
 
 @pytest.mark.parametrize("at", [2, 5])
