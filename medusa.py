@@ -16,10 +16,11 @@ Idea     1. One target forward gives the hidden state h_t and the target's own n
 
 Maths    q_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                         (sec. 2.1.1)
          loss = sum_k decay^k [ hard * CE( x[t+1+k], q_k ) + soft * CE( p(. | x[..t+k]), q_k ) ]      (sec. 2.2.1: hard)
-         paper:  W_1^(k)  W_2^(k)  lambda_k      here:  proj (rows of head k)  out[k-1]  decay^k
+         Medusa-2:  L = L_LM + heads_weight * loss,  L_LM = CE( x[t+1], p ) or KL( p_original || p )  (sec. 2.2.2, 2.3.2)
+         paper:  W_1^(k)  W_2^(k)  lambda_k  lambda_0      here:  proj (rows of head k)  out[k-1]  decay^k  heads_weight
 
 Shapes   B batch, T tokens, C channels, V vocabulary, K heads, M anchors of a batch in one row
-Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) changes the text and is not here.
+Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) changes the text: sample.py --accept typical.
          Heads share the target's frozen lm_head (as the authors' first trainer did); --no-share-head gives each its own
          W2, a copy of the lm_head at the start, as in the paper: V * C weights a head, for four heads of the small
          target more than half as many as it has itself.
@@ -28,9 +29,15 @@ Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) cha
          W1 starts at zero with its bias, so every head starts as the lm_head; the authors' code leaves a random bias.
          Four heads, not five. The tree is grown anew each step from the heads' own probabilities; --tree sparse is the
          paper's (2.3.3), from calibration on held-out text.
+         Medusa-2 trains all weights of a copy of the target, with AdamW, not LoRA on a quantised one. Its two stages are
+         one run with one schedule. --ramp raises the weight of the heads' loss, as eq. 2 and the authors' trainer have it;
+         the text speaks of the backbone's.
 Run      python train.py --method medusa       # 2 CPU cores, 68 s: head 1 right .136 of the time, tau 1.81 at 8 nodes
          python sample.py --method medusa --compare
+         python train.py --method medusa --recipe 2 && python sample.py --method medusa --out out/medusa2 --compare
 """
+import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +53,7 @@ from tree import Sampler, complete, plant
 
 @dataclass
 class Config:
-    """Medusa-1: heads on a frozen target."""
+    """Heads on a frozen target (Medusa-1), or heads and a backbone of their own (Medusa-2)."""
     n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
     soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
@@ -56,6 +63,17 @@ class Config:
     steps: int = arg(400, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1)
     lr: float = arg(3e-3, "learning rate at its peak")
+    recipe: int = arg(1, "1 = Medusa-1; 2 = Medusa-2, which also trains a copy of the backbone -> OUT/medusa2", choices=[1, 2])
+    warmup: float = arg(0.5, "recipe 2: share of the training in which the heads learn alone (stage 1)")
+    heads_weight: float = arg(0.2, "recipe 2: lambda_0, weight of the heads' loss beside the language model's")
+    ramp: str = arg("none", "recipe 2: how heads_weight grows from 0 in the joint training", choices=["none", "linear", "sine"])
+    backbone_lr: float = arg(0.25, "recipe 2: learning rate of the backbone, as a share of the heads'")
+    lm: str = arg("text", "recipe 2: the backbone learns the text, or to stay what it was (kl; right for text that it wrote "
+                  "itself, for one more forward of the original a step)", choices=["text", "kl"])
+
+    def __post_init__(self):
+        if self.warmup >= 1:
+            raise ValueError(f"--warmup is a share of the training and must be below 1, not {self.warmup}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,15 +104,18 @@ class Net(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss
 
-def guesses(net, target, x):
+def guesses(net, target, x, states=None):
     """
     What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of head k, the
     tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1); while
-    training, M = B * cfg.anchors at most, drawn anew for every batch.
+    training, M = B * cfg.anchors at most, drawn anew for every batch. states: the target's hidden states and logits on x,
+    if they are there already (Medusa-2, where gradients flow through the former).
     """
-    with torch.no_grad():
-        h = target.hidden(x)                                           # (B, T, C)
-        own = net.head(h, target)                                      # (B, T, V)
+    if states is None:
+        with torch.no_grad():
+            h = target.hidden(x)                                       # (B, T, C)
+            states = h, net.head(h, target)                            # (B, T, V)
+    h, own = states
     B, T, C = h.shape
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
     if net.training and 0 < net.cfg.anchors < T - net.K - 1:
@@ -107,10 +128,10 @@ def guesses(net, target, x):
         yield guess[:, :n].flatten(0, 1), net.head.local(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
 
 
-def loss(net, target, x):
+def loss(net, target, x, states=None):
     """x (B, T) -> the training loss, and the share of anchors at which each head's best guess is right (K,)."""
     cfg, total, top1 = net.cfg, 0.0, []
-    for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
+    for k, (guess, truth, own) in enumerate(guesses(net, target, x, states), 1):
         error = 0.0
         if cfg.hard > 0:
             error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
@@ -154,6 +175,8 @@ def train(cfg, target, run):
     rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
+    if cfg.recipe == 2:
+        return train_jointly(cfg, net, target, run)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)
@@ -162,6 +185,65 @@ def train(cfg, target, run):
         run.sync(net, total)                                         # mean gradient of all processes, clipped
         opt.step()
     return net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Medusa-2 (2.2.2)
+
+class Joint(nn.Module):
+    """The heads, and a copy of the target that is trained with them and decodes with them; the original stays what it is."""
+
+    def __init__(self, net, target):
+        super().__init__()
+        self.net, self.target = net, copy.deepcopy(target).requires_grad_(True)
+
+
+def joint_loss(joint, original, x, weight):
+    """x (B, T) -> L_LM + weight * L_Medusa1 (eq. 2), L_LM, and the top-1 of each head (K,)."""
+    h = joint.target.hidden(x)
+    logits = joint.target.lm_head(h)                                   # (B, T, V)
+    if joint.net.cfg.lm == "kl":                                       # 2.3.2: labels it wrote itself would sharpen it
+        with torch.no_grad():
+            p = original(x)[0].log_softmax(-1)
+        lm = F.kl_div(logits.log_softmax(-1), p, log_target=True, reduction="none").sum(-1).mean()
+    else:
+        lm = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    heads, top1 = loss(joint.net, joint.target, x, (h, logits.detach()))
+    return lm + weight * heads, lm, top1
+
+
+def held_out(joint, original, x):
+    """For the log: the joint loss, top-1, and what the training does to the backbone: its loss on the text, in nats a token."""
+    total, _, top1 = joint_loss(joint, original, x, joint.net.cfg.heads_weight)
+    now, before = (F.cross_entropy(model(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten()) for model in (joint.target, original))
+    return total, top1, {"backbone_before": before, "backbone": now}
+
+
+def train_jointly(cfg, net, target, run):
+    """
+    Two stages: the heads alone on the target as it is, then both together, the backbone at a lower rate. Without them
+    (--warmup 0 --backbone-lr 1 --heads-weight 1) the heads' first, large gradients damage the backbone: the paper's table 2
+    has that too. Returns a Joint. Memory: beside the original, a copy with its gradients and AdamW's two numbers a weight;
+    --lm kl adds no more than the original's logits (B, T, V).
+    """
+    joint = Joint(net, target)
+    opt = torch.optim.AdamW([dict(params=list(net.parameters())),
+                             dict(params=list(joint.target.parameters()), lr=cfg.lr * cfg.backbone_lr)],
+                            lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for x in run.steps(joint, [opt], lambda x: held_out(joint, target, x)):
+        done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)        # share of the joint training; below 0 in stage 1
+        if done < 0:
+            total, _ = loss(net, target, x)                            # joint.target gets no gradient and is not touched
+        else:
+            if cfg.warmup:                                             # AdamW knows nothing of the backbone yet: start gently
+                opt.param_groups[1]["lr"] *= min(1.0, 10 * done)
+            ramp = {"none": 1.0, "linear": done, "sine": math.sin(done * math.pi / 2)}[cfg.ramp]
+            total, _, _ = joint_loss(joint, target, x, cfg.heads_weight * ramp)
+        opt.zero_grad(set_to_none=True)
+        total.backward()
+        run.sync(joint, total)
+        opt.step()
+    return joint
 
 
 # ---------------------------------------------------------------------------------------------------------------------

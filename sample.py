@@ -4,7 +4,8 @@ Decode with a method and watch it work.
     python sample.py --method medusa --prompt "def main():" --compare
 
 Text goes to stdout as it comes, figures to stderr. What comes out is the target's own text, whatever the method: --compare
-proves it on the spot by running plain decoding beside it.
+proves it on the spot by running plain decoding beside it. The one exception must be asked for and is named wherever it is
+used: --accept typical, Medusa's lossy acceptance.
 """
 import codecs
 import os
@@ -33,6 +34,10 @@ class Options:
     top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
     top_p: float = arg(1.0, "sample among the likeliest tokens that hold this much probability (1 = off)")
     seed: int = arg(0, "same seed, same text, with any method")
+    accept: str = arg("exact", "typical = Medusa's LOSSY acceptance: faster, but no sample of the model's distribution",
+                      choices=["exact", "typical"])
+    epsilon: float = arg(0.09, "typical accepts a token of probability p if p > min(epsilon, delta * exp(-entropy))")
+    delta: float = arg(0.3, "see epsilon; the paper sets it to the square root of epsilon")
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
     nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
@@ -59,6 +64,8 @@ def load_drafter(opt, target):
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
     if meta.get("backbone") != target.fingerprint:
+        if "original" in meta:                                         # Medusa-2: the backbone it was trained with lies beside it
+            hint = f"use --out {os.path.dirname(os.path.dirname(path))}"
         fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
         net = method.Net(method.Config(**meta["config"]), target, tensors.get("head.ids"))
@@ -74,12 +81,19 @@ def load_drafter(opt, target):
     return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
 
 
+def make_sampler(opt, exact=False):
+    typical = (opt.epsilon, opt.delta) if opt.accept == "typical" and not exact else None
+    return Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise, typical)
+
+
 def setup(opt):
     """-> target, tokenizer, drafter, sampler for a command line."""
+    if opt.accept == "typical" and opt.method == "plain":
+        fail("--accept typical is about drafts, and --method plain has none: name a drafter, or leave --accept out")
     device = pick_device(opt.device)
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if opt.dtype == "auto" else opt.dtype
     try:
-        sampler = Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise)
+        sampler = make_sampler(opt)
     except ValueError as e:
         fail(str(e))
     if opt.backbone:
@@ -118,14 +132,16 @@ def histogram(accepted):
 
 
 def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3):
-    """Plain decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
+    """Plain (exact) decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
     def once(d):
-        return complete(target, prompt, opt.max_new_tokens, d, sampler, tokenizer.stops)
+        return complete(target, prompt, opt.max_new_tokens, d, sampler if d else make_sampler(opt, exact=True), tokenizer.stops)
     plain, _ = once(None)                                              # warm-up, as the streamed run was for the method
     pairs = [(once(None)[1].tokens_per_second, once(drafter)[1].tokens_per_second) for _ in range(repeats)]
     slow, fast = (statistics.median(p) for p in zip(*pairs))
     at = next((i for i, (a, b) in enumerate(zip(plain, tokens)) if a != b), min(len(plain), len(tokens)))
     same = "identical" if plain == tokens else f"DIFFERENT from token {at} on: {plain[at:at + 1]} against {tokens[at:at + 1]}"
+    if sampler.typical and opt.temperature:
+        same = "lossy: differs by design"
     print(f"plain {slow:.0f} tokens/s, {opt.method} {fast:.0f} tokens/s: speed-up {fast / slow:.2f}; text {same}", file=sys.stderr)
 
 
@@ -146,7 +162,9 @@ def main(argv=None):
         fail(str(e))
     why = {"eos": "end of text", "budget": "--max-new-tokens", "context": f"the context of {target.cfg.block_size} tokens is full"}
     print(f"\n{opt.method}: {len(tokens)} tokens in {len(stats.accepted)} target forwards, tau {stats.tau:.2f}, "
-          f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}", file=sys.stderr)
+          f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}"
+          + ("; LOSSY: typical acceptance" + (", which at temperature 0 is exact" if not opt.temperature else "")
+             if sampler.typical else ""), file=sys.stderr)
     print(f"tokens per forward: {histogram(stats.accepted)}", file=sys.stderr)
     if opt.compare and drafter:
         compare(target, prompt, drafter, sampler, tokens, opt, tokenizer)

@@ -336,9 +336,12 @@ class Run:
     def steps(self, module, optimisers, evaluate):
         """
         Yield batches (B, T) until the training is done; resumes, shows progress, evaluates and saves between them.
-        evaluate(x) -> (loss, top1) on held-out text. Ctrl-C ends the loop after the step at hand, checkpoint written.
+        evaluate(x) -> (loss, top1[, more figures by name]) on held-out text. Ctrl-C ends the loop after the step at hand,
+        checkpoint written.
         """
         self.module, self.optimisers, self.evaluate = module, optimisers, evaluate
+        if hasattr(module, "target"):
+            compile_blocks(module.target, self.opt)
         peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
         if self.opt.resume and os.path.exists(self.resume_path):
             self.restore()
@@ -404,11 +407,12 @@ class Run:
             torch.manual_seed(0)
             parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 4)]
         self.module.train()
-        val = sum(float(l) for l, _ in parts) / len(parts)
-        top1 = [round(float(a), 4) for a in torch.stack([a for _, a in parts]).mean(0)] if len(parts[0][1]) else []
+        val = sum(float(p[0]) for p in parts) / len(parts)
+        top1 = [round(float(a), 4) for a in torch.stack([p[1] for p in parts]).mean(0)] if len(parts[0][1]) else []
+        more = {k: round(sum(float(p[2][k]) for p in parts) / len(parts), 4) for k in (parts[0][2] if len(parts[0]) > 2 else ())}
         spent = self.elapsed + now - self.since
         eta = spent * (1 / max(self.progress(), 1e-9) - 1)
-        self.metrics = dict(step=self.step, train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1))
+        self.metrics = dict(step=self.step, train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1), **more)
         text = f"step {self.step:5d} | loss {train:.3f} | held-out {val:.3f}"
         if top1:
             self.metrics["top1"] = top1
@@ -416,6 +420,7 @@ class Run:
         else:
             self.metrics["bits_per_char"] = round(val / math.log(2) / self.corpus.chars_per_token, 4)
             text += f" | {self.metrics['bits_per_char']:.3f} bits/char"
+        text += "".join(f" | {k.replace('_', ' ')} {v:.3f}" for k, v in more.items())
         say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
         if rank() == 0:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -428,10 +433,15 @@ class Run:
         if rank() > 0:
             return
         meta = {**self.meta, "metrics": self.metrics, "options": asdict(self.opt), "versions": versions()}
+        net = self.module
+        if hasattr(net, "target"):                                     # trained with its drafter: a backbone of its own
+            meta["original"] = meta.pop("backbone")
+            save_model(os.path.join(self.opt.out, "backbone", "model.safetensors"), net.target, self.corpus.tokenizer, self.opt.half, **meta)
+            meta["backbone"], net = net.target.fingerprint, net.net
         if self.kind == "backbone":
-            save_model(self.path, self.module, self.corpus.tokenizer, self.opt.half, **meta)
+            save_model(self.path, net, self.corpus.tokenizer, self.opt.half, **meta)
         else:
-            save(self.path, self.module.state_dict(), {"kind": self.kind, "config": asdict(self.cfg), **meta}, self.opt.half)
+            save(self.path, net.state_dict(), {"kind": self.kind, "config": asdict(self.cfg), **meta}, self.opt.half)
         if meta.get("finished"):
             for end in (".safetensors", ".json"):
                 path = os.path.splitext(self.resume_path)[0] + end
@@ -609,14 +619,16 @@ def train_drafter(kind, opt, cfg, corpus, target, device):
     if opt.resume and not os.path.exists(run.resume_path) and os.path.exists(run.path):
         _, meta = load(run.path, f"{kind} checkpoint", "start without --resume")
         same = meta.get("options", {}).get("draft_vocab", 0) == opt.draft_vocab and meta.get("config") == asdict(cfg)
-        if meta.get("finished") and meta.get("backbone") == target.fingerprint and same:
+        if meta.get("finished") and meta.get("original", meta.get("backbone")) == target.fingerprint and same:
             say(f"{kind}: finished already -> {run.path}")
             return dict(method=kind, parameters=meta["parameters"], **meta["metrics"])
     describe(run)
     net = method.train(cfg, target, run)
+    run.meta["parameters"] = count(net)
+    if hasattr(net, "target"):                                         # Medusa-2: a new backbone and its heads
+        net, target = net.net, net.target
     net.eval()
     run.meta["calibration"] = calibrate(method, net, target, [x.to(device) for x in corpus.val_batches(8, run.T, 16)])
-    run.meta["parameters"] = count(net)
     hits = accuracy(run.meta["calibration"])
     run.metrics["top1"] = [round(row[0], 4) for row in hits]           # over more text than the log's
     prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
@@ -648,8 +660,13 @@ def main(argv=None):
         fail("--method backbone trains one of our own: leave --backbone out")
     if opt.self_top_p > 1:
         fail(f"--self-top-p must lie between 0 and 1, not {opt.self_top_p}")
+    joint = cfg and getattr(cfg[0], "recipe", 1) == 2
+    if joint and (opt.backbone or opt.draft_vocab):
+        fail("--recipe 2 trains a backbone of our own and all of its vocabulary: leave --backbone and --draft-vocab out")
     corpus = None if opt.data == "self" else Corpus(read_texts(opt.data, with_packages=big))
     target, corpus = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
+    if joint:                                                          # a folder like OUT: a backbone and a drafter for it
+        out = opt.out = os.path.join(opt.out, "medusa2")
     kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]
     rows = []
     for kind in kinds:

@@ -4,7 +4,8 @@ Token trees: the target's choice, the walk along it, and the decode loop that ev
 Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T times a row
          of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward of the target
          with a tree mask gives the target's choice after every node, and we walk down while a child carries the choice.
-         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which.
+         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which. (There is
+         one lossy rule beside it, walk_typical, which must be asked for.)
 
              root x          tree mask     x a b c        target's choice after    x   a   b   c
              /    \                     x  1 . . .                                 b   e   c   d
@@ -35,6 +36,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,17 +47,24 @@ class Sampler:
     Turns logits into choices. Temperature 0 is greedy; top_k 0 and top_p 1 mean off. The same seed gives the same text,
     whoever drafts; another sample of the same prompt needs another seed. share=False hides the noise from drafters.
 
+    typical=(epsilon, delta) asks generate for Medusa's LOSSY acceptance, see walk_typical. It draws no noise: choices are
+    greedy at any temperature, the seed has no effect.
+
     Raises ValueError for values that make no sense.
     """
 
-    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True):
+    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True, typical=None):
+        epsilon, delta = typical or (0, 0)
         for ok, message in ((0 <= temperature < math.inf, f"temperature must be 0 or more, not {temperature}"),
                             (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
                             (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
-                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")):
+                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}"),
+                            (0 <= epsilon <= 1, f"epsilon must lie between 0 and 1, not {epsilon}"),
+                            (0 <= delta < math.inf, f"delta must be 0 or more, not {delta}")):
             if not ok:
                 raise ValueError(message)
         self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
+        self.typical = typical
         self.rows = {}                                                 # position -> its noise, until the text has passed it
 
     def noise(self, t, V, like):
@@ -86,10 +95,18 @@ class Sampler:
     def scores(self, logits, positions):
         """(N, V) logits for the tokens at N positions -> (N, V) scores whose argmax is the choice: z + T g."""
         z = logits.double() if logits.dtype == torch.float64 else logits.float()
-        if self.temperature == 0:
+        if self.temperature == 0 or self.typical:
             return z
         g = torch.stack([self.noise(t, z.size(-1), z) for t in positions])
         return self.filter(z) + self.temperature * g
+
+    def probabilities(self, logits):
+        """(N, V) -> (N, V): what a choice is a sample of, after temperature, top-k and top-p; one-hot at temperature 0."""
+        z = logits.double() if logits.dtype == torch.float64 else logits.float()
+        if self.temperature == 0:
+            return F.one_hot(z.argmax(-1), z.size(-1)).to(z.dtype)
+        z = self.filter(z)
+        return ((z - z.max(-1, keepdim=True).values) / self.temperature).softmax(-1)     # no overflow at a tiny temperature
 
     def choose(self, logits, positions):
         """(N, V), N positions -> list of the N choices. Raises FloatingPointError on NaN, which no token can answer."""
@@ -267,6 +284,37 @@ def walk(tokens, parent, choice):
     return path, out
 
 
+def walk_typical(tokens, parent, choice, p, epsilon, delta):
+    """
+    LOSSY, never the default: Medusa's typical acceptance (2.3.1). A node is accepted with its parent if the target finds its
+    token likely enough, measured by how certain the target is there,
+
+        p(x) > min( epsilon, delta * exp(-H(p)) )          H: entropy of p in nats
+
+    whether or not the target would have chosen it. The longest accepted path is taken, the likelier of equally long ones. The
+    root, the bonus token of the step before, is accepted in any case, and the bonus token is the target's greedy choice, so
+    every step yields one token at least. At temperature 0 (p one-hot) this is walk; above, the text is no sample of the
+    target's distribution, and depends on the drafter.
+
+    tokens, parent, choice  as for walk; choice is greedy
+    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Sampler.probabilities)
+
+    Returns what walk returns.
+    """
+    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
+    up = parent[1:]
+    chance = p[up, tokens[1:]]                                         # (N - 1,) of every node after the root
+    ok, chance = (chance > limit[up]).tolist(), chance.log().tolist()
+    reach = {0: (0, 0.0)}                                              # accepted node -> (depth, log p of its path)
+    for i, (a, good, logp) in enumerate(zip(up, ok, chance), 1):
+        if good and a in reach:
+            reach[i] = reach[a][0] + 1, reach[a][1] + logp
+    path = [max(reach, key=reach.get)]
+    while path[0]:
+        path.insert(0, parent[path[0]])
+    return path, [tokens[i] for i in path[1:]] + [choice[path[-1]]]
+
+
 @dataclass
 class Stats:
     """What a generation cost. accepted[0] is the prompt's forward, which yields one token; sum(accepted) = tokens emitted."""
@@ -297,7 +345,8 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
     """
     Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
     token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
-    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node.
+    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. The text is the target's own, unless
+    sampler asks for typical acceptance.
 
     Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
     """
@@ -357,7 +406,11 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         logits = target.lm_head(hidden[0])                             # (N, V)
         lap("verify")
         stats.nodes += len(tree)
-        path, out = walk(tree.tokens, tree.parent, sampler.choose(logits, [S + d + 1 for d in tree.depth]))
+        choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+        if sampler.typical:                                            # lossy, and only if asked for
+            path, out = walk_typical(tree.tokens, tree.parent, choice, sampler.probabilities(logits), *sampler.typical)
+        else:
+            path, out = walk(tree.tokens, tree.parent, choice)
         end = next((i + 1 for i, token in enumerate(out) if token in eos), len(out))
         out = out[:end]                                                # cut before anything is counted or kept
         path = path[:len(out)]

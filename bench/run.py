@@ -90,7 +90,7 @@ def main(argv=None):
                     texts[n], speed = hf_generate(hf, prompts[i], opt, temperature, i)
                     row = dict(speed=speed)
                 else:
-                    texts[n], s = complete(target, prompts[i], opt.new_tokens, drafters[n], sampler, {tokenizer.eos})
+                    texts[n], s = complete(target, prompts[i], opt.new_tokens, drafters[n], sampler, tokenizer.stops)
                     work = sum(s.seconds[k] for k in ("draft", "verify", "rest"))
                     row = dict(speed=s.tokens_per_second, tokens=sum(s.accepted[1:]), steps=s.steps, nodes=s.nodes, work=work,
                                draft=s.seconds["draft"], verify=s.seconds["verify"])

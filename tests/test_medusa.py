@@ -1,13 +1,19 @@
 """Medusa: initial state, loss, gradients, drafted logits. Tiny random targets in float64."""
 import copy
+import json
+import math
+import os
+import shutil
 
 import pytest
 import torch
 
 import medusa
+import sample
+import train
 from conftest import tiny
-from medusa import Config, Drafter, Net, guesses, loss
-from model import GPT, GPTConfig
+from medusa import Config, Drafter, Joint, Net, guesses, joint_loss, loss
+from model import GPT, GPTConfig, Tokenizer, fingerprint, load, load_file, load_model
 from tree import Sampler, cartesian, chain, complete, grow
 
 OPTIONS = {
@@ -246,6 +252,262 @@ def test_loss_halves_on_one_batch(options):
     assert run.seen[-1] - floor < 0.5 * (run.seen[0] - floor)
     assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
     assert not any(p.requires_grad for p in target.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Medusa-2
+
+def make_joint(target, **options):
+    """Heads and a copy of the target, shaken both, in float64; anchors=0 so that training mode is deterministic."""
+    joint = Joint(make_net(target, recipe=2, **{"anchors": 0, **options}), target).train()
+    torch.manual_seed(9)
+    for p in joint.target.parameters():
+        p.data.add_(0.05 * torch.randn_like(p))
+    return joint
+
+
+@pytest.mark.parametrize("lm", ["text", "kl"])
+@pytest.mark.parametrize("share", [True, False])
+def test_the_joint_loss_is_equation_2(lm, share):
+    """L_LM + lambda_0 L_Medusa1 by hand: a weight on the wrong term, a KL the other way round, labels one place off, the
+    heads on the original's hidden states."""
+    target = tiny(seed=3)
+    joint, x = make_joint(target, lm=lm, share_head=share, hard=0.3), text(target, 2, 7)
+    total, lm_term, _ = joint_loss(joint, target, x, 0.2)
+    errors = []
+    for row in x:
+        q = (joint.target.hidden(row[None])[0] @ joint.target.lm_head.weight.T).log_softmax(-1)
+        p = (target.hidden(row[None])[0] @ target.lm_head.weight.T).softmax(-1)
+        for t in range(7):
+            if lm == "kl":
+                errors.append(sum(p[t, v] * (p[t, v].log() - q[t, v]) for v in range(23)))
+            elif t < 6:
+                errors.append(-q[t, row[t + 1]])
+    heads, _ = loss_by_hand(joint.net, joint.target, x)
+    assert lm_term.item() == pytest.approx((sum(errors) / len(errors)).item(), abs=1e-10)
+    assert total.item() == pytest.approx((lm_term + 0.2 * heads).item(), abs=1e-10)
+
+
+def test_kl_is_zero_and_flat_at_the_start():
+    """A teacher that is not the original, or a cross-entropy in its place: the backbone would move from the first step."""
+    target = tiny()
+    joint = Joint(make_net(target, recipe=2, lm="kl"), target)
+    total, lm, _ = joint_loss(joint, target, text(target, 2, 9), 0.0)
+    total.backward()
+    assert lm.item() == pytest.approx(0, abs=1e-12)
+    assert all(p.grad is None or p.grad.abs().max() < 1e-9 for p in joint.target.parameters())
+
+
+@pytest.mark.parametrize("lm", ["text", "kl"])
+@pytest.mark.parametrize("share", [True, False])
+def test_joint_gradients_reach_both_parts(lm, share):
+    """Hidden states that are detached (the heads would not shape the backbone), labels that are not; a teacher that learns."""
+    target = tiny(seed=5, tied=False)
+    joint, x = make_joint(target, lm=lm, share_head=share, hard=0.5), text(target, 2, 12)
+    joint_loss(joint, target, x, 0.2)[0].backward()
+    for n, p in joint.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, n
+    assert all(p.grad is None for p in target.parameters())
+    h = joint.target.hidden(x)                                         # the heads' loss reaches the backbone through h alone
+    joint.zero_grad()
+    logits = joint.target.lm_head(h)
+    loss(joint.net, joint.target, x, (h, logits.detach()))[0].backward()
+    grad = joint.target.blocks[0].attn.qkv.weight.grad
+    assert grad.abs().max() > 0
+    before = copy.deepcopy(joint)                                      # ... as a difference quotient with fixed labels says
+    w, step = before.target.blocks[0].attn.qkv.weight, 1e-6
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            w[0, 0] += sign * step
+            values.append(loss(before.net, before.target, x, (before.target.hidden(x), logits.detach()))[0].item())
+            w[0, 0] -= sign * step
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(grad[0, 0].item(), rel=1e-4, abs=1e-7)
+
+
+def test_gradients_survive_autocast():
+    """Weights that autocast first meets without gradients are cached without them: the lm_head would learn nothing."""
+    target = tiny(dtype=torch.float32, tied=False)
+    joint = make_joint(target)
+    with torch.autocast("cpu", torch.bfloat16):
+        joint_loss(joint, target, text(target, 2, 12), 0.2)[0].backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in joint.parameters())
+
+
+def train_both(target, steps=20, cfg=(), watch=lambda run, joint, opt: None):
+    """medusa.train of recipe 2 on one repeated batch -> Joint. watch sees every step before it is made."""
+    class Watched(Repeat):
+        def steps(self, module, optimisers, evaluate):
+            self.module, self.peak = module, [g["lr"] for g in optimisers[0].param_groups]
+            total, top1, more = evaluate(self.x)
+            assert set(more) == {"backbone", "backbone_before"} and len(top1) == module.net.K
+            module.train()
+            for _ in range(self.n):
+                for g, lr in zip(optimisers[0].param_groups, self.peak):
+                    g["lr"] = lr                                       # as train.py's schedule sets it, here a constant
+                yield self.x
+                watch(self, module, optimisers[0])
+            self.evaluate = evaluate
+    run = Watched(text(target, 2, 12), steps)
+    joint = medusa.train(Config(recipe=2, n_heads=2, anchors=0, lr=1e-2, **dict(cfg)), target, run)
+    return joint, run
+
+
+def test_stages_and_learning_rates():
+    """A backbone that moves in stage 1, by weight decay or momentum; one rate for all; a backbone that never learns."""
+    target = tiny(seed=4, dtype=torch.float32)
+    original, rates, moved, heads = copy.deepcopy(target.state_dict()), [], [], []
+
+    def watch(run, joint, opt):
+        assert len(opt.param_groups[0]["params"]) == len(list(joint.net.parameters()))
+        moved.append(not all(torch.equal(v, original[k]) for k, v in joint.target.state_dict().items()))
+        heads.append(joint.net.proj.weight.detach().abs().max().item())
+        rates.append([g["lr"] for g in opt.param_groups])
+    joint, run = train_both(target, 20, dict(warmup=0.5), watch)
+    # the step after progress 0.5 has a backbone rate of 0, then the rate rises over a tenth of the joint training
+    assert moved == [False] * 11 + [True] * 9 and heads[0] > 0
+    assert all(r[0] == 1e-2 for r in rates) and [r[1] for r in rates[11:]] == [pytest.approx(2.5e-3)] * 9
+    assert all(torch.equal(v, original[k]) for k, v in target.state_dict().items())             # the original stays
+    assert not any(p.requires_grad for p in target.parameters())
+    assert joint.target.lm_head.weight is joint.target.wte.weight      # still tied
+    assert {p.untyped_storage().data_ptr() for p in joint.parameters()}.isdisjoint(
+        p.untyped_storage().data_ptr() for p in target.parameters())
+    _, _, more = run.evaluate(run.x)
+    assert more["backbone"] < more["backbone_before"]                  # it learnt the batch
+
+
+def test_the_warm_up_is_medusa_1():
+    """Stage 1 that weighs or trains the heads otherwise than recipe 1 does."""
+    target, cfg = tiny(seed=4, dtype=torch.float32), dict(n_heads=2, anchors=0, lr=1e-2)
+    run = Repeat(text(target, 2, 12), 5)
+    alone = medusa.train(Config(**cfg), target, run)
+    weights = []
+    train_both(target, 10, dict(warmup=0.5), lambda run, joint, opt: weights.append(joint.net.proj.weight.detach().clone()))
+    assert torch.equal(weights[4], alone.proj.weight) and not torch.equal(weights[5], weights[4])
+
+
+@pytest.mark.parametrize("ramp, share", [("none", lambda d: 1.0), ("linear", lambda d: d),
+                                         ("sine", lambda d: math.sin(d * math.pi / 2))])
+def test_the_ramp_weighs_the_heads(ramp, share, monkeypatch):
+    """A ramp on the backbone's term (as one sentence of the paper has it), over stage 1 too, or that never reaches 1."""
+    target, weights, real = tiny(seed=4, dtype=torch.float32), [], medusa.joint_loss
+    monkeypatch.setattr(medusa, "joint_loss", lambda j, o, x, w: weights.append(w) or real(j, o, x, w))
+    train_both(target, 8, dict(warmup=0.25, ramp=ramp, heads_weight=0.3))
+    assert weights[0] == 0.3                                           # on held-out text always the whole
+    assert weights[1:] == [pytest.approx(0.3 * share(n / 6)) for n in range(6)]
+
+
+def test_naive_joint_training_can_be_asked_for():
+    """--warmup 0 --backbone-lr 1 --heads-weight 1: one rate, no stages, plain sum, against a loop written here."""
+    target = tiny(seed=4, dtype=torch.float32)
+    joint, run = train_both(target, 6, dict(warmup=0.0, backbone_lr=1.0, heads_weight=1.0))
+    mine = Joint(Net(Config(n_heads=2, anchors=0), target).to(run.x.device), target).train()
+    opt = torch.optim.AdamW(mine.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for seen in run.seen:
+        h = mine.target.hidden(run.x)
+        logits = mine.target.lm_head(h)
+        total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), run.x[:, 1:].flatten())
+        total = total + loss(mine.net, mine.target, run.x, (h, logits.detach()))[0]
+        assert total.item() == pytest.approx(seen, abs=1e-5)
+        opt.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(mine.parameters(), 1.0)
+        opt.step()
+    assert run.seen[-1] < run.seen[0]
+
+
+@pytest.fixture(scope="module")
+def both(trained, text_file, tmp_path_factory):
+    """-> the arguments of a Medusa-2 training, and a folder that holds the backbone, its heads, and what they made."""
+    out = str(tmp_path_factory.mktemp("both"))
+    for name in ("backbone", "medusa", "amphista"):
+        shutil.copytree(os.path.join(trained, name), os.path.join(out, name))
+    args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8",
+            "--batch-size", "2"]
+    before = fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors")))
+    train.main(args)
+    assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before          # it stays
+    return args, out
+
+
+def decoded(capsys, out, *argv):
+    sample.main(["--out", str(out), "--max-new-tokens", "40", "--prompt", "the cat ", "--device", "cpu", *argv])
+    return capsys.readouterr()
+
+
+def test_medusa_2_round_trip(both, capsys):
+    """A new backbone that is saved without its heads or after other steps, or is not what plain decoding and --compare use."""
+    args, out = both
+    new = os.path.join(out, "medusa2")
+    tensors, meta = load(os.path.join(new, "medusa", "model.safetensors"), "", "")
+    target, _, backbone = load_model(os.path.join(new, "backbone", "model.safetensors"))
+    old, _, original = load_model(os.path.join(out, "backbone", "model.safetensors"))
+    assert set(tensors) == {"proj.weight", "proj.bias"} and target.cfg == old.cfg and backbone["finished"]
+    assert meta["backbone"] == target.fingerprint != old.fingerprint and meta["original"] == backbone["original"] == old.fingerprint
+    assert meta["parameters"] == sum(p.numel() for p in target.parameters()) + sum(t.numel() for t in tensors.values())
+    log = [json.loads(line) for line in open(os.path.join(new, "medusa", "log.jsonl"))]
+    corpus = train.Corpus(train.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(original["tokenizer"]))
+    x = torch.cat(corpus.val_batches(8, 64, 4))
+    for key, model in (("backbone_before", old), ("backbone", target)):
+        assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
+        assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
+    assert log[0]["backbone"] == log[0]["backbone_before"] == log[-1]["backbone_before"]         # stage 1
+    for T in ("0", "1"):
+        plain = decoded(capsys, new, "--method", "plain", "--temperature", T).out
+        got = decoded(capsys, new, "--method", "medusa", "--temperature", T, "--compare")
+        assert got.out == plain and "text identical" in got.err
+
+
+def test_medusa_2_and_the_others_refuse_each_other(both, capsys):
+    """Heads of one backbone that are used with the other: lossless, and slower for no visible reason."""
+    _, out = both
+    new = os.path.join(out, "medusa2")
+    for folder, method, checkpoint in ((new, "medusa", f"{out}/medusa"), (new, "amphista", f"{out}/amphista"),
+                                       (out, "medusa", f"{new}/medusa")):
+        with pytest.raises(SystemExit) as e:
+            decoded(capsys, folder, "--method", method, "--checkpoint", checkpoint)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and "another backbone" in err and err.count("\n") == 1
+        assert (f"use --out {new}" in err) == (checkpoint == f"{new}/medusa")
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_medusa_2_resumes(both, tmp_path, monkeypatch, capsys, at):
+    """Stopped in either stage: a backbone, optimiser state, schedule or stage that starts afresh."""
+    args, out = both
+    shutil.copytree(os.path.join(out, "backbone"), tmp_path / "backbone")
+    args = [str(tmp_path) if a == out else a for a in args]
+    sync, count = train.Run.sync, []
+
+    def interrupt(self, module, total):
+        count.append(total.item())
+        self.stop = len(count) == at
+        return sync(self, module, total)
+    monkeypatch.setattr(train.Run, "sync", interrupt)
+    with pytest.raises(SystemExit):
+        train.main(args)
+    assert decoded(capsys, tmp_path / "medusa2", "--method", "medusa").out  # what an interrupted run leaves is usable
+    train.main(args + ["--resume"])
+    assert len(count) == 8
+    for part in ("backbone", "medusa"):
+        a, b = (load_file(os.path.join(o, "medusa2", part, "model.safetensors")) for o in (out, tmp_path))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    logs = [[json.loads(line) for line in open(os.path.join(o, "medusa2/medusa/log.jsonl"))] for o in (out, tmp_path)]
+    assert [logs[0][-1][k] for k in ("val_loss", "top1", "backbone", "backbone_before")] == [
+        logs[1][-1][k] for k in ("val_loss", "top1", "backbone", "backbone_before")]
+    capsys.readouterr()
+    train.main(args + ["--resume"])
+    assert "finished already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, says", [(["--warmup", "1"], "--warmup"), (["--recipe", "3"], "--recipe"), (["--lm", "x"], "--lm"),
+                                        (["--ramp", "x"], "--ramp"), (["--backbone-lr", "-1"], "--backbone-lr")])
+def test_mistakes_about_medusa_2_get_one_line(argv, says, tmp_path, capsys):
+    """A division by zero, or a traceback, for what a user typed."""
+    with pytest.raises(SystemExit) as e:
+        train.main(["--method", "medusa", "--out", str(tmp_path), *argv])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

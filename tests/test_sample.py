@@ -66,6 +66,31 @@ def test_a_different_text_would_be_noticed(trained, capsys, monkeypatch):
     assert "DIFFERENT from token" in err
 
 
+def test_typical_acceptance_is_named_lossy(trained, capsys):
+    """Catches a lossy text that is passed off as the model's own, and a comparison with anything but exact plain decoding."""
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "a dog", "--temperature", 1]
+    exact, greedy = run(capsys, *args, "--compare"), run(capsys, *args[:-1], 0)
+    assert "LOSSY" not in exact.err and "lossy" not in exact.err
+    got = run(capsys, *args, "--accept", "typical", "--epsilon", 0.01, "--delta", 0.1, "--compare")
+    summary, _, compared = [line for line in got.err.splitlines() if "medusa" in line or "per forward" in line]
+    assert summary.startswith("medusa: ") and summary.endswith("LOSSY: typical acceptance")
+    assert compared.endswith("text lossy: differs by design") and got.out not in (exact.out, greedy.out)
+    assert run(capsys, *args, "--accept", "typical", "--epsilon", 0.01, "--delta", 0.1, "--seed", 5).out == got.out    # no noise
+    assert run(capsys, *args, "--accept", "typical", "--epsilon", 1, "--delta", 99).out == greedy.out      # accepts nothing
+    got = run(capsys, *args[:-1], 0, "--accept", "typical", "--compare")
+    assert got.out == greedy.out and "text identical" in got.err and "at temperature 0 is exact" in got.err
+    for method in train.METHODS:                                       # not Medusa's alone
+        assert "LOSSY" in run(capsys, *args, "--accept", "typical", "--method", method).err
+
+
+def test_comparing_typical_acceptance_runs_plain_decoding_exactly(trained, capsys, monkeypatch):
+    """Catches a baseline that decodes greedily at T = 1, because it was handed the lossy sampler."""
+    seen, real = [], sample.complete
+    monkeypatch.setattr(sample, "complete", lambda t, p, n, d, s, e: seen.append((d is None, s.typical)) or real(t, p, n, d, s, e))
+    run(capsys, "--out", trained, "--max-new-tokens", 10, "--prompt", "a", "--temperature", 1, "--accept", "typical", "--compare")
+    assert set(seen) == {(True, None), (False, (0.09, 0.3))}
+
+
 def test_many_byte_characters_come_whole(trained, monkeypatch, capsys):
     """Catches a character that is cut where one token ends and the next begins."""
     def steps(*args):
@@ -113,6 +138,8 @@ def test_the_end_of_the_context_is_named(trained, capsys):
     (["--top-p", "1.5"], "top-p"), (["--top-k", "-3"], "top-k"), (["--seed", "-1"], "seed"), (["--max-new-tokens", "0"], "max-new-tokens"),
     (["--nodes", "-2"], "nodes"), (["--tree", "oak"], "--tree"), (["--tree", "2,2,2,2,2,2"], "deep"), (["--dtype", "int3"], "dtype"),
     (["--device", "tpu"], "device"), (["--prompt", "long " * 400], "leaves no room"), (["--checkpoint", "/nonexistent"], "no medusa checkpoint"),
+    (["--accept", "maybe"], "--accept"), (["--accept", "typical", "--method", "plain"], "plain has none"),
+    (["--accept", "typical", "--epsilon", "1.5"], "epsilon"), (["--accept", "typical", "--delta", "-1"], "delta"),
 ])
 def test_mistakes_get_one_line(argv, says, trained, capsys):
     """Catches tracebacks for what a user typed."""
@@ -142,6 +169,29 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, trained, capsys):
     assert "another version" in refused(capsys, "--out", trained, "--checkpoint", path)
     path.write_bytes(path.read_bytes()[:300])
     assert "broken" in refused(capsys, "--out", trained, "--checkpoint", path)
+
+
+def test_bench_of_typical_acceptance(trained, text_file, capsys, monkeypatch):
+    """Catches a log p of other tokens than the text's, a table whose exact rows are lossy, or that cannot be made."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "bench"))
+    import typical
+    argv = ["--out", trained, "--data", text_file, "--prompts", "2", "--prompt-tokens", "8", "--new-tokens", "20",
+            "--epsilons", "0.01,1", "--temperature", "1", "--device", "cpu"]
+    typical.main(argv)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [r["name"] for r in rows] == ["exact, T = 0", "exact, T = 1", "LOSSY, epsilon 0.01", "LOSSY, epsilon 1"]
+    assert rows[0]["greedy"] == 1 > rows[1]["greedy"] and all(r["tau"] >= 1 and r["logp"] < 0 for r in rows)
+    assert rows[2]["tau"] > rows[3]["tau"]                             # a higher limit accepts less
+    for wrong, says in ((["--epsilons", "2"], "between 0 and 1"), (["--epsilons", "x"], "numbers"), (["--prompt-tokens", "64"], "no room")):
+        with pytest.raises(SystemExit) as e:
+            typical.main([*argv, *wrong])
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and says in err and err.count("\n") == 1
+    target, _, _, _ = sample.setup(sample.Options(method="plain", out=trained, device="cpu"))
+    logp, greedy = typical.score(target, [5, 6], [7, 8, 9])
+    for i, token in enumerate([7, 8, 9]):
+        row = target(torch.tensor([[5, 6, 7, 8, 9][:2 + i]]))[0][0, -1].log_softmax(-1)
+        assert logp[i] == pytest.approx(row[token].item(), abs=1e-4) and greedy[i] == (row.argmax() == token).item()
 
 
 def test_bench_measures_and_ends_with_json(trained, text_file):
