@@ -44,14 +44,14 @@ class Options:
                      choices=["auto", "float32", "bfloat16", "float16", "float64"])
 
 
-def load_drafter(opt, target):
-    """The drafter of --method from its checkpoint, or None for plain decoding."""
+def load_drafter(opt, target, method=None, hint=None):
+    """The drafter of --method (a module; default: METHODS' own) from its checkpoint, or None for plain decoding."""
     if opt.method == "plain":
         return None
-    method, path = METHODS[opt.method], opt.checkpoint or os.path.join(opt.out, opt.method)
+    method, path = method or METHODS[opt.method], opt.checkpoint or os.path.join(opt.out, opt.method)
     if not path.endswith(".safetensors"):
         path = os.path.join(path, "model.safetensors")
-    hint = f"run python train.py --method {opt.method}" + (f" --out {opt.out}" if opt.out != Options.out else "")
+    hint = (hint or f"run python train.py --method {opt.method}") + (f" --out {opt.out}" if opt.out != Options.out else "")
     tensors, meta = load(path, f"{opt.method} checkpoint", hint)
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
@@ -66,9 +66,9 @@ def load_drafter(opt, target):
     calibration = meta.get("calibration")
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size, calibration and accuracy(calibration), nodes)
+        return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
     except ValueError as e:
         fail(str(e))
-    return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
 
 
 def setup(opt):

@@ -269,7 +269,8 @@ class Run:
         top1 = [round(float(a), 4) for a in torch.stack([a for _, a in parts]).mean(0)] if len(parts[0][1]) else []
         spent = self.elapsed + now - self.since
         eta = spent * (1 / max(self.progress(), 1e-9) - 1)
-        self.metrics = dict(step=self.step, train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1))
+        self.metrics = dict(step=self.step, tokens=self.step * self.cfg.batch_size * self.T * self.world,
+                            train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1))
         text = f"step {self.step:5d} | loss {train:.3f} | held-out {val:.3f}"
         if top1:
             self.metrics["top1"] = top1
@@ -452,9 +453,9 @@ def get_backbone(opt, cfg, corpus, device, again):
     return target
 
 
-def train_drafter(kind, opt, cfg, corpus, target, device):
-    """Train a drafter of this method, calibrate and try it. -> its row of the closing table."""
-    method = METHODS[kind]
+def train_drafter(kind, opt, cfg, corpus, target, device, method=None):
+    """Train a drafter of this method (a module; default: METHODS' own), calibrate and try it. -> its row of the closing table."""
+    method = method or METHODS[kind]
     run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
     if opt.resume and not os.path.exists(run.resume_path) and os.path.exists(run.path):
         _, meta = load(run.path, f"{kind} checkpoint", "start without --resume")

@@ -355,9 +355,10 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         pos = torch.tensor(tree.depth, device=device) + S
         hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
         logits = target.lm_head(hidden[0])                             # (N, V)
-        lap("verify")
+        choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+        lap("verify")                                                  # choose has waited for the device
         stats.nodes += len(tree)
-        path, out = walk(tree.tokens, tree.parent, sampler.choose(logits, [S + d + 1 for d in tree.depth]))
+        path, out = walk(tree.tokens, tree.parent, choice)
         end = next((i + 1 for i, token in enumerate(out) if token in eos), len(out))
         out = out[:end]                                                # cut before anything is counted or kept
         path = path[:len(out)]
