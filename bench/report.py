@@ -143,9 +143,10 @@ def write(path, result):
                 for r in drawn:
                     ax.plot(range(1, len(r["positions"]) + 1), r["positions"], marker="o", label=r["method"])
                 ax.set(xlabel="draft position", ylabel="share of the forwards that accept it")
-            if what != "speedup" and drawn:
+            if what != "speedup":
+                ax.xaxis.get_major_locator().set_params(integer=True)
                 ax.legend()
-            ax.set_title(f"T = {temperature:g}")
+            ax.set(title=f"T = {temperature:g}", ylim=(0, None))
         name = f"{os.path.splitext(path)[0]}-{what}.png"
         fig.savefig(name, dpi=120)
         plt.close(fig)

@@ -125,7 +125,7 @@ def load_method(name, opt, target):
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes {minutes:g}")
     meta = load(os.path.join(opt.out, name, "model.safetensors"), "checkpoint", "")[1]
-    return drafter, dict(parameters=meta.get("parameters"), training_tokens=meta["metrics"].get("tokens"),
+    return drafter, dict(parameters=train.count(drafter.net), training_tokens=meta["metrics"].get("tokens"),
                          training_seconds=meta["metrics"].get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
 
 

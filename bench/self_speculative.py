@@ -212,7 +212,7 @@ def train(cfg, target, run):
         elif run.progress() < 0.5:
             skip = torch.rand(2, L) < torch.rand(())
         else:
-            skip = net.skip.cpu().flatten()
+            skip = net.skip.cpu().flatten().clone()
             at = torch.randint(2 * L, (1 + int(torch.rand(()) < 0.5),))
             skip[at] = ~skip[at]
             skip = skip.view(2, L)
