@@ -1,8 +1,8 @@
 r"""
-From answers to figures: the table, its intervals, and charts. Used by run.py; measures nothing itself.
+Answers on disk, and from answers to figures: the table, its intervals, charts. Used by run.py; measures nothing itself.
 
-A record is one prompt with the answers of all methods: {temperature, index, turn, question, category, answers: {method:
-{tokens, accepted, nodes, seconds}}}; accepted[0] is the prompt's forward, as in tree.Stats.
+A record is one prompt with the answers of all methods: {temperature, index, turn, question, category, prompt_tokens,
+answers: {method: {tokens, accepted, nodes, seconds}}}; accepted[0] is the prompt's forward, as in tree.Stats.
 """
 import json
 import os
@@ -11,6 +11,58 @@ import statistics
 
 from model import fail
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers on disk
+
+def whole(r, names):
+    """Has this record a whole, non-empty answer of every method? If not, the prompt is asked again."""
+    try:
+        answers = [r["answers"][n] for n in names]
+        return {"temperature", "index", "turn", "question", "category", "prompt_tokens"} <= r.keys() and all(
+            a["tokens"] and sum(a["accepted"]) == len(a["tokens"]) and {"seconds", "nodes"} <= a.keys() for a in answers)
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
+def read_answers(path, header, names):
+    """What an interrupted run left -> {(temperature, index, turn): record}. A torn line is no answer."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            first, *lines = f.read().split("\n")
+        first = dict(json.loads(first))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as e:
+        fail(f"{path} is not a file of answers ({e}): start without --resume")
+    wrong = sorted(k for k in header if first.get(k) != header[k])
+    if wrong:
+        fail(f"{path} was started with another {', '.join(wrong)}: use the same options and checkpoints, or leave --resume out")
+    done = {}
+    for line in lines:
+        try:
+            r = json.loads(line)
+        except ValueError:
+            continue
+        if whole(r, names):
+            done[r["temperature"], r["index"], r["turn"]] = r
+    return done
+
+
+def open_answers(path, header, done):
+    """A file to append answers to; header and those done already are in it, and nothing torn."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path + ".tmp", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(r) + "\n" for r in (header, *done.values()))
+        os.replace(path + ".tmp", path)
+        return open(path, "a", encoding="utf-8")
+    except OSError as e:
+        fail(f"cannot write {path}: {e}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
 
 def loops(tokens):
     """Does the second half of a text repeat with a period of at most a quarter of the text?"""
@@ -63,13 +115,15 @@ def row(records, name):
         positions=[sum(n > k for n in accepted) / steps for k in range(1, max(accepted, default=1))])
 
 
-def summary(records, names, temperature):
-    """-> {rows: one a method, categories: one a category and method}"""
-    records = [r for r in records if r["temperature"] == temperature]
+def summary(records, names):
+    """Records of one temperature -> rows, one a method, and rows of each category and method."""
     categories = list(dict.fromkeys(r["category"] for r in records))
-    return dict(rows=[row(records, n) for n in names], categories=[
-        row([r for r in records if r["category"] == c], n) | dict(category=c) for c in categories for n in names])
+    return [row(records, n) for n in names], [
+        dict(category=c, **row([r for r in records if r["category"] == c], n)) for c in categories for n in names]
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table, file and charts
 
 def text(value, form):
     return "-" if value is None else form.format(value)
@@ -79,12 +133,11 @@ def million(n):
     return "-" if n is None else f"{n / 1e6:.2f}M"
 
 
-def show(s, trained, profile):
+def show(rows, by_category, trained, profile):
     """Print one temperature's tables: overall, then by category if there are several."""
-    rows = s["rows"]
     print(f"\nT = {rows[0]['temperature']:g}; {rows[0]['looping']} of {rows[0]['prompts']} plain texts end in a loop")
     more = f"{'rest':>7s} {'prompt':>7s} " if profile else ""
-    print(f"{'method':17s} {'trained':>8s} {'on tokens':>9s} {'tau':>5s} {'nodes':>5s} {'tokens/s':>8s} {'speed-up':>8s} {'95 %':>11s} "
+    print(f"{'method':17s} {'trained':>8s} {'on tokens':>9s} {'tau':>5s} {'nodes':>5s} {'tokens/s':>8s} {'speed-up':>8s} {'95 %':>9s} "
           f"{'draft':>7s} {'verify':>7s} {more} same")
     for r in rows:
         t = trained.get(r["method"], {})
@@ -93,15 +146,15 @@ def show(s, trained, profile):
         more = f"{r['rest']:7.2f} {r['prompt']:7.2f} " if profile else ""
         print(f"{r['method']:17s} {million(t.get('parameters')):>8s} {million(t.get('training_tokens')):>9s} {text(r['tau'], '{:.2f}'):>5s} "
               f"{r['nodes']:5.1f} {r['speed']:8.0f} {text(r['speedup'], '{:.2f}'):>8s} "
-              f"{text(r['interval'], '{0[0]:.2f}-{0[1]:.2f}'):>11s} {text(r['draft'], '{:.2f}'):>7s} {text(r['verify'], '{:.2f}'):>7s} {more} {same}",
+              f"{text(r['interval'], '{0[0]:.2f}-{0[1]:.2f}'):>9s} {text(r['draft'], '{:.2f}'):>7s} {text(r['verify'], '{:.2f}'):>7s} {more} {same}",
               flush=True)
     print("draft, verify" + (", rest: milliseconds a step; prompt: median of its forward" if profile else ": milliseconds a step"))
-    categories = list(dict.fromkeys(r["category"] for r in s["categories"]))
+    categories = list(dict.fromkeys(r["category"] for r in by_category))
     if len(categories) > 1:
         names = [r["method"] for r in rows if r["method"] != "plain"]
         print(f"\nspeed-up / tau     " + " ".join(f"{n:>17s}" for n in names))
         for c in categories:
-            cells = {r["method"]: text(r["speedup"], "{:.2f}") + " / " + text(r["tau"], "{:.2f}") for r in s["categories"] if r["category"] == c}
+            cells = {r["method"]: text(r["speedup"], "{:.2f}") + " / " + text(r["tau"], "{:.2f}") for r in by_category if r["category"] == c}
             print(f"{c:18s} " + " ".join(f"{cells[n]:>17s}" for n in names), flush=True)
 
 

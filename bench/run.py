@@ -77,8 +77,8 @@ def read_questions(path, n):
                 if line.strip():
                     q = json.loads(line)
                     out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
-                    if not q["turns"] or not all(isinstance(turn, str) and turn.strip() for turn in q["turns"]):
-                        raise ValueError("turns must be texts")
+                    if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
+                        raise ValueError("turns must be a list of texts")
     except (OSError, ValueError, KeyError, TypeError) as e:
         fail(f"--questions {path}" + (f", line {number}" if number else "") + f": {type(e).__name__}: {e}")
     if not out:
@@ -114,7 +114,7 @@ def load_method(name, opt, target):
     """-> the drafter (None = plain decoding), and what its checkpoint says of its training."""
     if name == "plain":
         return None, {}
-    module, minutes = MODULES[name], opt.train_minutes or 5
+    module = MODULES[name]
     if not hasattr(module, "train"):                                   # nothing to load
         net, nodes = module.Net(module.Config(), target), opt.nodes or train.most_nodes(str(target.wte.weight.device))
         try:
@@ -123,7 +123,7 @@ def load_method(name, opt, target):
             fail(str(e))
     common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "device", "dtype")}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
-                                  f"run python bench/run.py --methods {name} --train-minutes {minutes:g}")
+                                  f"run python bench/run.py --methods {name} --train-minutes 5")
     meta = load(os.path.join(opt.out, name, "model.safetensors"), "checkpoint", "")[1]
     return drafter, dict(parameters=train.count(drafter.net), training_tokens=meta["metrics"].get("tokens"),
                          training_seconds=meta["metrics"].get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
@@ -144,7 +144,7 @@ class Clock:
 
 
 def hf_answer(hf, name, prompt, new_tokens, temperature, seed, eos):
-    """transformers' generate, in the form of answer."""
+    """transformers' generate -> an answer as of our own loop: tokens, accepted (per forward, the prompt's first), nodes, seconds."""
     torch.manual_seed(seed)
     idx, clock, start = torch.tensor([prompt], device=hf.device), Clock(), time.perf_counter()
     sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
@@ -155,53 +155,32 @@ def hf_answer(hf, name, prompt, new_tokens, temperature, seed, eos):
                 seconds=dict(prompt=clock.at[1] - start, draft=0.0, verify=0.0, rest=done - clock.at[1]))
 
 
-def answer(name, drafters, hf, target, prompt, opt, temperature, seed, eos):
-    """One text by one method -> a plain dict: tokens, accepted (per forward, the prompt's first), nodes, seconds."""
-    if name in HF:
-        return hf_answer(hf, name, prompt, opt.new_tokens, temperature, seed, eos)
-    sampler = Sampler(temperature, seed=seed, share=opt.share_noise)
-    tokens, s = complete(target, prompt, opt.new_tokens, drafters[name], sampler, {eos})
-    return dict(tokens=tokens, accepted=s.accepted, nodes=s.nodes, seconds=s.seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers on disk
-
-def complete_record(r, names):
-    """A record with a whole, non-empty answer of every method; anything else is asked again."""
-    try:
-        return all(r["answers"][n]["tokens"] and sum(r["answers"][n]["accepted"]) == len(r["answers"][n]["tokens"]) for n in names) \
-            and all(k in r for k in ("temperature", "index", "turn", "category", "question"))
-    except (KeyError, TypeError):
-        return False
-
-
-def read_answers(path, header, names):
-    """What an interrupted run left -> {(temperature, index, turn): record}. A torn last line is not an answer."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = f.read().split("\n")
-        first = json.loads(lines[0])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as e:
-        fail(f"{path} is not a file of answers ({e}): start without --resume")
-    wrong = sorted(k for k in header if not isinstance(first, dict) or first.get(k) != header[k])
-    if wrong:
-        fail(f"{path} was started with another {', '.join(wrong)}: use the same options and checkpoints, or leave --resume out")
-    done = {}
-    for line in lines[1:]:
-        try:
-            r = json.loads(line)
-        except ValueError:
-            continue
-        if complete_record(r, names):
-            done[r["temperature"], r["index"], r["turn"]] = r
-    return done
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
+
+def measure(temperature, questions, names, ask, tokenizer, done, file):
+    """All methods on all prompts at one temperature -> records (report.py). ask(name, prompt, temperature, seed) -> an answer."""
+    records, cold = [], True
+    for i, q in enumerate(questions):
+        turns = []
+        for t, turn in enumerate(q["turns"]):
+            turns.append(turn)
+            r = done.get((temperature, i, t))
+            if r is None:
+                prompt = tokens_of(turns, tokenizer)
+                order = names[i % len(names):] + names[:i % len(names)]
+                for n in order if cold else ():                        # the warm-up
+                    ask(n, prompt, temperature, i)
+                answers = {n: ask(n, prompt, temperature, i) for n in order}
+                cold, r = False, dict(temperature=temperature, index=i, turn=t, question=q["question"], category=q["category"],
+                                      prompt_tokens=len(prompt), answers=answers)
+                if file:
+                    file.write(json.dumps(r) + "\n")
+                    file.flush()
+            records.append(r)
+            turns.append(tokenizer.decode(r["answers"]["plain"]["tokens"]))
+    return records
+
 
 def options(argv):
     """-> Options, names of the methods, temperatures. Ends with a message for what cannot be."""
@@ -224,23 +203,16 @@ def options(argv):
 def main(argv=None):
     opt, names, temperatures = options(argv)
     questions = read_questions(opt.questions, opt.prompts) if opt.questions else None
-    setup = sample.Options(method="plain", tree="best", out=opt.out, device=opt.device, dtype=opt.dtype)
-    target, tokenizer, _, _ = sample.setup(setup)
-    device = str(target.wte.weight.device)
+    target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", out=opt.out, device=opt.device, dtype=opt.dtype))
+    device, room = str(target.wte.weight.device), target.cfg.block_size - opt.new_tokens
+    if room < 1:
+        fail(f"--new-tokens {opt.new_tokens} leave no room for a prompt in a context of {target.cfg.block_size}")
+    if set(names) & set(HF) and (target.cfg.style != "llama" or target.cfg.qkv_bias or target.scaled):
+        fail("hf and hf-lookup need a plain llama-style backbone: leave them out of --methods")
     if opt.train_minutes:
-        full = load_model(os.path.join(opt.out, "backbone", "model.safetensors"), device)[0]         # fp32
-        train_all(opt, names, full, tokenizer, device)
-    drafters, trained = {}, {}
-    for n in names:
-        if n not in HF:
-            drafters[n], trained[n] = load_method(n, opt, target)
-    hf = None
-    if set(names) & set(HF):
-        if target.cfg.style != "llama" or target.cfg.qkv_bias or target.scaled:
-            fail("hf and hf-lookup need a plain llama-style backbone: leave them out of --methods")
-        import transformers
-        transformers.logging.set_verbosity_error()
-        hf = to_hf(target).to(device)
+        train_all(opt, names, load_model(os.path.join(opt.out, "backbone", "model.safetensors"), device)[0], tokenizer, device)
+    methods = {n: load_method(n, opt, target) for n in names if n not in HF}
+    trained = {n: t for n, (_, t) in methods.items()}
     if questions is None:
         held_out = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
         questions = [dict(question=str(i), category="held-out", turns=[ids]) for i, ids in enumerate(held_out)]
@@ -251,51 +223,40 @@ def main(argv=None):
     print(f"{machine}, {result['threads']} threads, {device}, {result['dtype']} | {len(questions)} prompts x {opt.new_tokens} tokens | "
           + " ".join(f"{k} {v}" for k, v in result["versions"].items()), flush=True)
 
-    header = dict(backbone=target.fingerprint, checkpoints={n: t.get("checkpoint") for n, t in trained.items()}, dtype=result["dtype"],
-                  machine=machine, options=asdict(replace(opt, resume=False, profile=False, json="", train_minutes=0.0)))
-    path = opt.json and os.path.splitext(opt.json)[0] + ".answers.jsonl"
-    done = read_answers(path, header, names) if opt.resume else {}
-    if done:
-        print(f"{len(done)} prompts are answered in {path}; going on", flush=True)
-    file = None
-    if path:
-        try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path + ".tmp", "w", encoding="utf-8") as f:      # without what was torn
-                f.writelines(json.dumps(r) + "\n" for r in (header, *done.values()))
-            os.replace(path + ".tmp", path)
-            file = open(path, "a", encoding="utf-8")
-        except OSError as e:
-            fail(f"--json {opt.json}: {e}")
+    done, file = {}, None
+    if opt.json:
+        path = os.path.splitext(opt.json)[0] + ".answers.jsonl"
+        header = dict(options=asdict(replace(opt, resume=False, profile=False, json="", train_minutes=0.0)), dtype=result["dtype"],
+                      backbone=target.fingerprint, checkpoints={n: t.get("checkpoint") for n, t in trained.items()}, machine=machine)
+        done = report.read_answers(path, header, names) if opt.resume else {}
+        file = report.open_answers(path, header, done)
+        if done:
+            print(f"{len(done)} prompts are answered in {path}; going on", flush=True)
+    hf = None
+    if set(names) & set(HF):
+        import transformers
+        transformers.logging.set_verbosity_error()
+        hf = to_hf(target).to(device)
 
-    records, room, cut = [], max(1, target.cfg.block_size - opt.new_tokens), 0
+    def ask(name, prompt, temperature, seed):
+        prompt = prompt[-room:]
+        if name in HF:
+            return hf_answer(hf, name, prompt, opt.new_tokens, temperature, seed, tokenizer.eos)
+        sampler = Sampler(temperature, seed=seed, share=opt.share_noise)
+        tokens, s = complete(target, prompt, opt.new_tokens, methods[name][0], sampler, {tokenizer.eos})
+        return dict(tokens=tokens, accepted=s.accepted, nodes=s.nodes, seconds=s.seconds)
+
+    result |= dict(rows=[], categories=[])
     for temperature in temperatures:
-        cold = True
-        for i, q in enumerate(questions):
-            turns = []
-            for t, turn in enumerate(q["turns"]):
-                turns.append(turn)
-                prompt = tokens_of(turns, tokenizer)
-                cut += len(prompt) > room
-                r = done.get((temperature, i, t))
-                if r is None:
-                    order = names[i % len(names):] + names[:i % len(names)]
-                    ask = lambda n: answer(n, drafters, hf, target, prompt[-room:], opt, temperature, i, tokenizer.eos)
-                    for n in order if cold else ():
-                        ask(n)
-                    cold, r = False, dict(temperature=temperature, index=i, turn=t, question=q["question"], category=q["category"],
-                                          answers={n: ask(n) for n in order})
-                    if file:
-                        file.write(json.dumps(r) + "\n")
-                        file.flush()
-                records.append(r)
-                turns.append(tokenizer.decode(r["answers"]["plain"]["tokens"]))
-        report.show(report.summary(records, names, temperature), trained, opt.profile)
+        records = measure(temperature, questions, names, ask, tokenizer, done, file)
+        rows, categories = report.summary(records, names)
+        report.show(rows, categories, trained, opt.profile)
+        result["rows"] += rows
+        result["categories"] += categories
+    cut = sum(r["prompt_tokens"] > room for r in records)
     if cut:
-        print(f"\nnote: {cut // len(temperatures)} prompts were longer than {room} tokens and were cut to their last {room}, so that "
-              f"--new-tokens {opt.new_tokens} fit into the context of {target.cfg.block_size}")
-    summaries = [report.summary(records, names, temperature) for temperature in temperatures]
-    result |= dict(rows=[row for s in summaries for row in s["rows"]], categories=[row for s in summaries for row in s["categories"]])
+        print(f"\nnote: {cut} of {len(records)} prompts had more than {room} tokens; their last {room} were used, so that --new-tokens "
+              f"{opt.new_tokens} fit into the context of {target.cfg.block_size}")
     if opt.json:
         report.write(opt.json, result)
     print(json.dumps(result))
@@ -307,3 +268,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("stopped; with --json the answers so far are kept, and --resume goes on from here", file=sys.stderr)
         raise SystemExit(130)
+    except FloatingPointError as e:
+        fail(str(e))

@@ -523,3 +523,244 @@ def test_prompt_lookup_is_a_scan():
                 break
         tree = drafter.draft(root, Sampler())
         assert tree.tokens == [root] + expect and tree.parent == list(range(-1, len(expect)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runner
+
+@pytest.fixture
+def no_charts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)               # they take seconds
+
+
+SMALL = ["--device", "cpu", "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "16"]
+
+
+def run_bench(capsys, *argv):
+    """-> what was printed, and its last line as JSON."""
+    bench.main([str(a) for a in argv])
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as e:
+        bench.main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def contest(trained, text_file, tmp_path_factory):
+    """The trained folder with the rivals trained too, by the runner itself: everything for a fraction of a second each."""
+    out = str(tmp_path_factory.mktemp("contest") / "out")
+    shutil.copytree(trained, out)
+    bench.main(["--out", out, "--data", text_file, *SMALL, "--temperatures", "0", "--train-minutes", "0.005",
+                "--methods", "medusa,eagle2,self_speculative,prompt_lookup"])
+    return out
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [("writing", ["the cat sees", "and the dog"]), ("writing", ["a big house"]), ("qa", ["the small tree likes"])]
+    path.write_text("".join(json.dumps(dict(question_id=81 + i, category=c, turns=t)) + "\n" for i, (c, t) in enumerate(rows)) + "\n")
+    return str(path)
+
+
+def test_own_questions():
+    """A question file that cannot be read, with a category or an id twice, or cut off."""
+    rows = bench.read_questions(os.path.join(ROOT, "bench", "questions.jsonl"), 0)
+    count = {}
+    for r in rows:
+        count[r["category"]] = count.get(r["category"], 0) + 1
+    assert 36 <= len(rows) <= 48 and len({r["question"] for r in rows}) == len(rows) == len({r["turns"][0] for r in rows})
+    assert set(count) == {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+                          "translation", "summarization", "qa", "rag"} and set(count.values()) == {3}
+
+
+def test_training_budget(contest, text_file, capsys):
+    """Checkpoints in the wrong place, a budget that is not kept, figures of training that are not those of the checkpoint."""
+    out, result = run_bench(capsys, "--out", contest, "--data", text_file, *SMALL, "--temperatures", "0", "--methods", "medusa,eagle2,self_speculative")
+    for name in ("medusa", "eagle2", "self_speculative"):
+        meta = json.load(open(os.path.join(contest, name, "model.json")))
+        assert meta["kind"] == name and meta["finished"] and 0.3 <= meta["metrics"]["seconds"] < 60
+        assert meta["metrics"]["tokens"] == meta["metrics"]["step"] * meta["config"]["batch_size"] * 64
+        assert result["trained"][name]["training_tokens"] == meta["metrics"]["tokens"] > 0
+        assert result["trained"][name]["parameters"] == meta["parameters"]
+    assert result["trained"]["self_speculative"]["parameters"] == 0 < result["trained"]["eagle2"]["parameters"]
+    assert out.count("yes\n") == 4
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_questions_and_turns(form, contest, questions, capsys, monkeypatch, tmp_path, no_charts):
+    """Rows that are missing, categories mixed up, a second turn without the first answer, other prompts for other methods."""
+    asked = []
+    if form == "chat":
+        monkeypatch.setattr(Tokenizer, "chat", lambda self, turns: asked.append(list(turns)) or [7] + self.encode("|".join(turns)), raising=False)
+    seen = []
+    real = bench.complete
+    monkeypatch.setattr(bench, "complete", lambda target, prompt, *args: seen.append(prompt) or real(target, prompt, *args))
+    names = ["plain", "medusa", "eagle2", "self_speculative", "prompt_lookup", "hf", "hf-lookup"]
+    out, result = run_bench(capsys, "--out", contest, *SMALL, "--prompts", 0, "--questions", questions, "--methods", ",".join(names[1:]),
+                            "--json", tmp_path / "r.json", "--profile")
+    assert [(r["method"], r["temperature"]) for r in result["rows"]] == [(n, t) for t in (0, 1) for n in names]
+    assert [(r["category"], r["method"]) for r in result["categories"][:14]] == [(c, n) for c in ("writing", "qa") for n in names]
+    assert json.load(open(tmp_path / "r.json"))["trained"] == result["trained"]
+    for r in result["rows"]:
+        assert r["tau"] >= 1 and r["speed"] > 0 and r["prompts"] == 4 and r["speedup"] > 0 and r["interval"][0] <= r["speedup"] <= r["interval"][1]
+        assert r["same"] is (None if r["method"].startswith("hf") and r["temperature"] else True), r
+    records = [json.loads(line) for line in open(tmp_path / "r.answers.jsonl")][1:]
+    assert [(r["temperature"], r["question"], r["turn"]) for r in records] == [
+        (t, q, turn) for t in (0, 1) for q, turn in (("81", 0), ("81", 1), ("82", 0), ("83", 0))]
+    first, second = records[0]["answers"], records[1]["answers"]
+    assert list(first) == names and list(records[2]["answers"]) == names[1:] + names[:1]           # they take turns
+    target, tokenizer, _, _ = bench.sample.setup(bench.sample.Options(method="plain", out=contest, device="cpu"))
+    answer = tokenizer.decode(first["plain"]["tokens"])
+    text = ["the cat sees", answer, "and the dog"]
+    prompt = [7] + tokenizer.encode("|".join(text)) if form == "chat" else [tokenizer.eos] + tokenizer.encode("\n\n".join(text) + "\n\n")
+    assert complete(target, prompt[-48:], 16, None, Sampler(), {tokenizer.eos})[0] == second["plain"]["tokens"]
+    assert seen[5:10] == [seen[0]] * 5 and seen[10:15] == [prompt[-48:]] * 5                       # a warm-up before
+    assert form == "text" or asked[:2] == [["the cat sees"], text]
+
+
+def test_hf_counts_like_we_do(contest, text_file, capsys):
+    """transformers' tokens counted with the prompt, with the first token timed, or its lookup's steps counted as tokens."""
+    target, tokenizer, _, _ = bench.sample.setup(bench.sample.Options(method="plain", out=contest, device="cpu"))
+    hf, prompt = bench.to_hf(target), tokenizer.encode("the cat sees the cat sees the")
+    plain, stats = complete(target, prompt, 20, None, Sampler(), {tokenizer.eos})
+    for name in ("hf", "hf-lookup"):
+        a = bench.hf_answer(hf, name, prompt, 20, 0.0, 0, tokenizer.eos)
+        assert a["tokens"] == plain and sum(a["accepted"]) == len(plain)
+        assert report.whole(dict(temperature=0, index=0, turn=0, question="", category="", prompt_tokens=1, answers={name: a}), [name])
+        assert a["accepted"] == stats.accepted if name == "hf" else len(a["accepted"]) <= len(plain)
+        assert a["seconds"]["prompt"] > 0 and a["seconds"]["rest"] > 0
+
+
+def test_resume(contest, questions, capsys, monkeypatch, tmp_path, no_charts):
+    """Answers lost or asked twice after an interruption; a torn or empty answer that is taken for one; another experiment's."""
+    args = ["--out", contest, *SMALL, "--prompts", 0, "--questions", questions, "--methods", "medusa,hf", "--json", tmp_path / "r.json"]
+    _, whole = run_bench(capsys, *args)
+    path = tmp_path / "r.answers.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 8
+    calls, real = [], bench.complete
+    monkeypatch.setattr(bench, "complete", lambda *args: calls.append(args[4].temperature) or real(*args))
+
+    def again(text):
+        path.write_text(text)
+        calls.clear()
+        _, result = run_bench(capsys, *args, "--resume")
+        assert [(r["tau"], r["same"], r["prompts"]) for r in result["rows"]] == [(r["tau"], r["same"], r["prompts"]) for r in whole["rows"]]
+        kept = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(kept) == 9
+        return len(calls)
+
+    assert again("".join(lines)) == 0
+    assert again("".join(lines[:6]) + lines[6][:100]) == 2 * (3 + 1)   # three prompts for two methods (hf is not counted), a warm-up
+    broken = json.loads(lines[3])
+    for change in (dict(tokens=[]), dict(tokens=broken["answers"]["medusa"]["tokens"][:-1]), None):
+        answers = {n: a | (change or {}) if n == "medusa" else a for n, a in broken["answers"].items() if change or n != "medusa"}
+        assert again("".join([*lines[:3], json.dumps(broken | dict(answers=answers)) + "\n", *lines[4:]])) == 2 * (1 + 1)
+    path.write_text("".join(lines))
+    assert "another options" in refused(capsys, *args, "--resume", "--new-tokens", "17")
+    assert path.read_text() == "".join(lines)                          # and nothing is lost by it
+    path.write_text("no header\n")
+    assert "start without --resume" in refused(capsys, *args, "--resume")
+
+
+def test_another_text_is_named(contest, text_file, capsys, monkeypatch):
+    """A comparison that says yes whatever it is given."""
+    real = bench.complete
+
+    def liar(target, prompt, new, drafter, *args):
+        tokens, stats = real(target, prompt, new, drafter, *args)
+        if drafter:
+            tokens = [t if i != 5 else (t + 1) % 256 for i, t in enumerate(tokens)]
+        return tokens, stats
+    monkeypatch.setattr(bench, "complete", liar)
+    out, result = run_bench(capsys, "--out", contest, "--data", text_file, *SMALL, "--methods", "medusa", "--temperatures", "1")
+    plain, medusa = result["rows"]
+    assert plain["same"] is True and medusa["same"] is False and {d["token"] for d in medusa["differs"]} == {5}
+    assert f"NO, {len(medusa['differs'])}: question 0 from token 5 on" in out
+
+
+def record(plain, other, category="x", work=(1.0, 0.5)):
+    """tokens a forward of both methods, and their seconds after the prompt."""
+    answer = lambda accepted, seconds: dict(tokens=list(range(sum(accepted))), accepted=accepted, nodes=4 * (len(accepted) - 1), seconds=dict(
+        prompt=9.0, draft=0.25 * seconds, verify=0.5 * seconds, rest=0.25 * seconds))
+    return dict(temperature=0.0, index=0, turn=0, question="q", category=category, prompt_tokens=3,
+                answers=dict(plain=answer(plain, work[0]), m=answer(other, work[1])))
+
+
+def test_figures_by_hand():
+    """tau with the prompt's forward, a mean of ratios for a median, milliseconds of a prompt, another category's rows."""
+    records = [record([1] * 5, [1, 3, 1]), record([1] * 5, [1, 2, 2], "y", (1.0, 0.25)), record([1] * 9, [1, 4, 4], "y", (2.0, 4.0)),
+               record([1], [1], "y", (0.0, 0.0))]
+    rows, categories = report.summary(records, ["plain", "m"])
+    m = rows[1]
+    assert m["tau"] == 16 / 6 and m["speedup"] == 2.0 and m["same"] and m["nodes"] == 4 and m["prompts"] == 4
+    assert m["accepted"] == {1: 1, 2: 2, 3: 1, 4: 2} and m["positions"] == [5 / 6, 3 / 6, 2 / 6] and m["interval"] == [0.5, 4.0]
+    assert math.isclose(m["draft"], 1000 * 0.25 * 4.75 / 6) and math.isclose(m["verify"], 2 * m["draft"]) and m["speed"] == 8.0
+    assert [(r["category"], r["method"], r["tau"]) for r in categories] == [("x", "plain", 1), ("x", "m", 2), ("y", "plain", 1), ("y", "m", 3)]
+    assert rows[0]["speedup"] == 1 and rows[0]["tau"] == 1
+
+
+def test_texts_and_intervals():
+    """Empty texts that are equal, a prefix that counts as the whole; an interval that is not one, or changes by itself."""
+    assert report.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert [report.first_difference(*ab) for ab in (([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 5, 3]), ([], []), ([1], []), (None, [1]))] == [2, 1, 0, 0, 0]
+    rng = random.Random(1)
+    truth, inside = 1.5, 0
+    for _ in range(100):
+        low, high = report.interval([truth + rng.gauss(0, 0.2) for _ in range(25)], 200)
+        inside += low <= truth <= high
+        assert low < high
+    assert 85 <= inside <= 100
+    assert report.interval([1.0]) is None and report.interval([3, 1, 2] * 3) == report.interval([3, 1, 2] * 3)
+    assert report.loops([1, 2] * 20) and not report.loops(list(range(40)))
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--methods", "nosuch"], "unknown method nosuch"), (["--temperatures", "a"], "numbers with commas"), (["--temperatures", "-1"], "0 or more"),
+    (["--prompts", "0"], "--prompts"), (["--resume"], "--json"), (["--questions", "/nonexistent"], "/nonexistent"), (["--new-tokens", "64"], "no room"),
+    (["--methods", "prompt_lookup", "--tree", "2,2"], "best or chain"), (["--methods", "self_speculative", "--tree", "2,2"], "best or chain"),
+    (["--methods", "eagle2", "--out", "nosuch"], "no backbone"), (["--json", "/proc/nosuch/x.json"], "cannot write"),
+])
+def test_mistakes_get_one_line(argv, says, contest, text_file, capsys):
+    """Tracebacks for what a user typed."""
+    assert says in refused(capsys, "--out", contest, "--data", text_file, *SMALL, "--methods", "medusa", "--temperatures", "0", *argv)
+
+
+def test_bad_question_files(contest, tmp_path, capsys):
+    """A file that is half read, or whose fault is not located."""
+    good = json.dumps(dict(question_id=1, category="a", turns=["x"]))
+    for bad, says in (("{", "line 2"), ('{"question_id": 1, "category": "a"}', "line 2: KeyError"), ("[]", "line 2"),
+                      (good.replace('["x"]', "[]"), "turns"), (good.replace('["x"]', '"xy"'), "turns"), (good.replace('"x"', "3"), "turns")):
+        path = tmp_path / "q.jsonl"
+        path.write_text(f"{good}\n{bad}\n")
+        assert says in refused(capsys, "--questions", path, "--out", contest), bad
+    path.write_text("\n")
+    assert "no question" in refused(capsys, "--questions", path, "--out", contest)
+
+
+def test_without_a_checkpoint_it_says_which_command_makes_one(trained, text_file, capsys):
+    """Advice that names a command which does not exist."""
+    err = refused(capsys, "--out", trained, "--data", text_file, *SMALL, "--methods", "eagle2")
+    assert f"run python bench/run.py --methods eagle2 --train-minutes 5 --out {trained}" in err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_charts(there, monkeypatch, tmp_path, capsys):
+    """A chart that cannot be drawn, or a run that ends in a traceback because there is no matplotlib."""
+    if there:
+        pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    rows, categories = report.summary([record([1] * 5, [1, 3, 1]), record([1], [1])], ["plain", "m"])
+    report.write(str(tmp_path / "r.json"), dict(rows=rows, categories=categories))
+    assert json.load(open(tmp_path / "r.json"))["rows"][1]["method"] == "m"
+    charts = sorted(f for f in os.listdir(tmp_path) if f.endswith(".png"))
+    assert charts == (["r-accepted.png", "r-positions.png", "r-speedup.png"] if there else [])
+    assert there or "no charts" in capsys.readouterr().out
