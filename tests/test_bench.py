@@ -660,7 +660,7 @@ def test_resume(contest, questions, capsys, monkeypatch, tmp_path, no_charts):
     assert again("".join(lines)) == 0
     assert again("".join(lines[:6]) + lines[6][:100]) == 2 * (3 + 1)   # three prompts for two methods (hf is not counted), a warm-up
     broken = json.loads(lines[3])
-    for change in (dict(tokens=[]), dict(tokens=broken["answers"]["medusa"]["tokens"][:-1]), None):
+    for change in (dict(tokens=[], accepted=[]), dict(tokens=broken["answers"]["medusa"]["tokens"][:-1]), None):
         answers = {n: a | (change or {}) if n == "medusa" else a for n, a in broken["answers"].items() if change or n != "medusa"}
         assert again("".join([*lines[:3], json.dumps(broken | dict(answers=answers)) + "\n", *lines[4:]])) == 2 * (1 + 1)
     path.write_text("".join(lines))
