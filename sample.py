@@ -51,15 +51,15 @@ class Options:
                      choices=["auto", "float32", "bfloat16", "float16", "float64"])
 
 
-def load_drafter(opt, target):
-    """The drafter of --method from its checkpoint, or None for plain decoding."""
+def load_drafter(opt, target, method=None, hint=None):
+    """The drafter of --method (a module; default: METHODS' own) from its checkpoint, or None for plain decoding."""
     if opt.method == "plain":
         return None
-    method, path = METHODS[opt.method], opt.checkpoint or os.path.join(out_folder(opt.out, opt.backbone), opt.method)
+    method, path = method or METHODS[opt.method], opt.checkpoint or os.path.join(out_folder(opt.out, opt.backbone), opt.method)
     if not path.endswith(".safetensors"):
         path = os.path.join(path, "model.safetensors")
-    hint = f"run python train.py --method {opt.method}" + "".join(f" --{k} {v}" for k in ("backbone", "out")
-                                                                  if (v := getattr(opt, k)) != getattr(Options, k))
+    hint = (hint or f"run python train.py --method {opt.method}") + "".join(f" --{k} {v}" for k in ("backbone", "out")
+                                                                            if (v := getattr(opt, k)) != getattr(Options, k))
     tensors, meta = load(path, f"{opt.method} checkpoint", hint)
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
@@ -68,17 +68,18 @@ def load_drafter(opt, target):
             hint = f"use --out {os.path.dirname(os.path.dirname(path))}"
         fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
-        net = method.Net(method.Config(**meta["config"]), target, tensors.get("head.ids"))
+        ids, cfg = tensors.get("head.ids"), method.Config(**meta["config"])            # ids: of a draft vocabulary
+        net = method.Net(cfg, target) if ids is None else method.Net(cfg, target, ids)
     except (TypeError, KeyError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
     calibration = meta.get("calibration")
     try:
-        shape = parse_tree(opt.tree, net.K, len(net.head.matrix(target)), calibration and accuracy(calibration), nodes)
+        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), calibration and accuracy(calibration), nodes)
+        return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
     except ValueError as e:
         fail(str(e))
-    return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
 
 
 def make_sampler(opt, exact=False):

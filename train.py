@@ -412,7 +412,8 @@ class Run:
         more = {k: round(sum(float(p[2][k]) for p in parts) / len(parts), 4) for k in (parts[0][2] if len(parts[0]) > 2 else ())}
         spent = self.elapsed + now - self.since
         eta = spent * (1 / max(self.progress(), 1e-9) - 1)
-        self.metrics = dict(step=self.step, train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1), **more)
+        self.metrics = dict(step=self.step, tokens=self.step * self.cfg.batch_size * self.T * self.world,
+                            train_loss=round(train, 4), val_loss=round(val, 4), seconds=round(spent, 1), **more)
         text = f"step {self.step:5d} | loss {train:.3f} | held-out {val:.3f}"
         if top1:
             self.metrics["top1"] = top1
@@ -612,9 +613,9 @@ def get_backbone(opt, cfg, corpus, device, again):
     return target, corpus
 
 
-def train_drafter(kind, opt, cfg, corpus, target, device):
-    """Train a drafter of this method, calibrate and try it. -> its row of the closing table."""
-    method = METHODS[kind]
+def train_drafter(kind, opt, cfg, corpus, target, device, method=None):
+    """Train a drafter of this method (a module; default: METHODS' own), calibrate and try it. -> its row of the closing table."""
+    method = method or METHODS[kind]
     run = Run(opt, kind, cfg, corpus, device, min(target.cfg.block_size, 256), {"finished": False, "backbone": target.fingerprint})
     if opt.resume and not os.path.exists(run.resume_path) and os.path.exists(run.path):
         _, meta = load(run.path, f"{kind} checkpoint", "start without --resume")

@@ -404,9 +404,9 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         pos = torch.tensor(tree.depth, device=device) + S
         hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
         logits = target.lm_head(hidden[0])                             # (N, V)
-        lap("verify")
-        stats.nodes += len(tree)
         choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+        lap("verify")                                                  # choose has waited for the device
+        stats.nodes += len(tree)
         if sampler.typical:                                            # lossy, and only if asked for
             path, out = walk_typical(tree.tokens, tree.parent, choice, sampler.probabilities(logits), *sampler.typical)
         else:

@@ -1,38 +1,56 @@
 r"""
 Measure methods side by side: the same prompts, one after the other, so that a drifting machine slows all alike.
 
-    python bench/run.py --methods plain,medusa,hf --temperatures 0,1
+    python bench/run.py --methods medusa,eagle2,hf --questions bench/questions.jsonl --train-minutes 5 --json out/bench.json
 
-For each temperature: tau, tokens per second, the speed-up over plain decoding (median over the prompts of the ratio of
-tokens per second, both runs of a prompt seconds apart), the share of a step that drafting takes, whether every text equals
-plain decoding's, and how many plain texts end in a loop (loops flatter every drafter). hf is transformers' own generate
-with the same weights. The last line is JSON.
+Methods     the four drafters; eagle2, self_speculative, prompt_lookup (the files beside this one); plain (always there);
+            hf = transformers' generate with the same weights, hf-lookup = the same with its own prompt lookup
+Prompts     held-out text of the training corpus, or --questions: a file of Spec-Bench's or MT-Bench's form, a JSON object
+            a line: {"question_id": 81, "category": "writing", "turns": ["...", "..."]}. A question is the prompt as it
+            stands, or in its tokenizer's chat form if there is one; the second turn follows plain decoding's answer.
+Fair        batch 1, the same target, cache, loop and seeds; methods take turns within every prompt; a warm-up before;
+            --train-minutes gives every drafter the same time on the same text, the search of self_speculative too
+Reported    overall and by category: tau; tokens/s after the prompt (median); speed-up over plain = median over the prompts
+            of the ratio of tokens/s, with its 95 % bootstrap interval; milliseconds a step for draft and verification;
+            whether every text equals plain decoding's, or the first token that does not; how many plain texts end in
+            a loop (loops flatter every drafter). The last line is JSON.
 """
+import datetime
 import json
 import os
 import platform
-import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import eagle2
+import prompt_lookup
+import report
 import sample
-from model import arg, fail, parse, to_hf
+import self_speculative
+import train
+from model import arg, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, pick_device, to_hf
 from train import METHODS, Corpus, read_texts, versions
-from tree import Sampler, complete
+from tree import Sampler, complete, parse_tree
+
+RIVALS = {"eagle2": eagle2, "self_speculative": self_speculative, "prompt_lookup": prompt_lookup}
+MODULES = METHODS | RIVALS
+HF = {"hf": {}, "hf-lookup": dict(prompt_lookup_num_tokens=10)}
+GPU = {"eagle2": dict(batch_size=32, lr=6e-4), "self_speculative": dict(batch_size=8)}         # as train.GPU
 
 
 @dataclass
 class Options:
-    """Compare methods on held-out prompts of the training corpus."""
-    methods: str = arg("plain," + ",".join(METHODS), "which, with commas; plain is always there; hf = transformers' generate")
+    """Compare methods on held-out prompts of the training corpus, or on a file of questions."""
+    methods: str = arg("plain," + ",".join(METHODS), f"which, with commas: {', '.join([*MODULES, *HF])}; plain is always there")
     temperatures: str = arg("0,1", "which, with commas")
-    prompts: int = arg(16, "number of prompts")
-    prompt_tokens: int = arg(64, "length of a prompt")
-    new_tokens: int = arg(128, "tokens to write after each")
+    questions: str = arg("", "a file of questions, such as bench/questions.jsonl; without one: held-out text")
+    prompts: int = arg(16, "number of prompts, spread over all there are; 0 = all questions of a file")
+    prompt_tokens: int = arg(64, "length of a held-out prompt", low=1)
+    new_tokens: int = arg(128, "tokens to write after each", low=1)
     data: str = arg("python", "corpus, as for train.py")
     tree: str = arg("best", "as for sample.py")
     nodes: int = arg(0, "as for sample.py")
@@ -42,80 +60,215 @@ class Options:
     backbone: str = arg("", "as for sample.py")
     device: str = arg("auto", "as for sample.py")
     dtype: str = arg("auto", "as for sample.py")
+    train_minutes: float = arg(0.0, "train each drafter this long first, into OUT (0 = take those that are there)")
+    json: str = arg("", "write the result here, the answers beside it (.answers.jsonl), and charts if matplotlib is there")
+    resume: bool = arg(False, "go on where an interrupted run with this --json stopped")
+    profile: bool = arg(False, "also the rest of a step (walk, cache) and the prompt, in milliseconds")
 
 
-def loops(tokens):
-    """Does the second half of a text repeat with a period of at most a quarter of the text?"""
-    half = tokens[len(tokens) // 2:]
-    return any(half[p:] == half[:-p] for p in range(1, len(tokens) // 4 + 1))
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+
+def read_questions(path, n):
+    """A JSONL file -> n questions spread over it (0 = all): dicts with question, category, turns."""
+    out, number = [], 0
+    try:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    q = json.loads(line)
+                    out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
+                    if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
+                        raise ValueError("turns must be a list of texts")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fail(f"--questions {path}" + (f", line {number}" if number else "") + f": {type(e).__name__}: {e}")
+    if not out:
+        fail(f"--questions {path}: there is no question in it")
+    return [out[i] for i in torch.linspace(0, len(out) - 1, min(n, len(out)) or len(out)).long()]
 
 
-def hf_generate(hf, prompt, opt, temperature, seed):
-    """transformers' generate -> (tokens after the prompt, tokens per second after the first)."""
+def tokens_of(turns, tokenizer):
+    """Question, answer, question .. (texts), or one list of tokens -> the tokens of the prompt."""
+    if isinstance(turns[0], list):
+        return turns[0]
+    if tokenizer.has_chat:
+        return tokenizer.chat(turns)
+    return tokenizer.start + tokenizer.encode("\n\n".join(turns) + "\n\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods
+
+def train_all(opt, names, target, tokenizer, device):
+    """Train every drafter of names for the same time on the same text."""
+    corpus = Corpus(read_texts(opt.data, with_packages=train.gpu(device))).tokenize(tokenizer)
+    todo = train.Options(data=opt.data, out=out_folder(opt.out, opt.backbone), device=opt.device, minutes=opt.train_minutes, resume=opt.resume)
+    for n in names:
+        if hasattr(MODULES.get(n), "train"):
+            preset = (train.GPU | GPU).get(n, {}) if train.gpu(device) else {}
+            torch.manual_seed(todo.seed)
+            train.train_drafter(n, todo, MODULES[n].Config(**preset), corpus, target, device, MODULES[n])
+
+
+def load_method(name, opt, target):
+    """-> the drafter (None = plain decoding), and what its checkpoint says of its training."""
+    if name == "plain":
+        return None, {}
+    module = MODULES[name]
+    if not hasattr(module, "train"):                                   # nothing to load
+        net, nodes = module.Net(module.Config(), target), opt.nodes or train.most_nodes(str(target.wte.weight.device))
+        try:
+            return module.Drafter(net, target, parse_tree(opt.tree, net.K, target.cfg.vocab_size, None, nodes), nodes), {}
+        except ValueError as e:
+            fail(str(e))
+    common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "device", "dtype")}
+    drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
+                                  f"run python bench/run.py --methods {name} --train-minutes 5")
+    meta = load(os.path.join(out_folder(opt.out, opt.backbone), name, "model.safetensors"), "checkpoint", "")[1]
+    return drafter, dict(parameters=train.count(drafter.net), training_tokens=meta["metrics"].get("tokens"),
+                         training_seconds=meta["metrics"].get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
+
+
+class Clock:
+    """A transformers streamer that only notes when how many tokens came; the prompt comes first."""
+
+    def __init__(self):
+        self.at, self.accepted = [], []
+
+    def put(self, tokens):
+        self.at.append(time.perf_counter())
+        self.accepted.append(tokens.numel())
+
+    def end(self):
+        pass
+
+
+def hf_answer(hf, name, prompt, new_tokens, temperature, seed, eos):
+    """transformers' generate -> an answer as of our own loop: tokens, accepted (per forward, the prompt's first), nodes, seconds."""
     torch.manual_seed(seed)
-    idx = torch.tensor([prompt], device=hf.device)
+    idx, clock, start = torch.tensor([prompt], device=hf.device), Clock(), time.perf_counter()
     sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
-    start = time.perf_counter()
-    out = hf.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=opt.new_tokens, **sampling)
-    return out[0, len(prompt):].tolist(), opt.new_tokens / (time.perf_counter() - start)
+    out = hf.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=new_tokens, streamer=clock, eos_token_id=eos,
+                      pad_token_id=eos[0], **sampling, **HF[name])[0, len(prompt):].tolist()
+    done = time.perf_counter()
+    return dict(tokens=out, accepted=clock.accepted[1:], nodes=0,
+                seconds=dict(prompt=clock.at[1] - start, draft=0.0, verify=0.0, rest=done - clock.at[1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+
+def measure(temperature, questions, names, ask, tokenizer, done, file):
+    """All methods on all prompts at one temperature -> records (report.py). ask(name, prompt, temperature, seed) -> an answer."""
+    records, cold = [], True
+    for i, q in enumerate(questions):
+        turns = []
+        for t, turn in enumerate(q["turns"]):
+            turns.append(turn)
+            r = done.get((temperature, i, t))
+            if r is None:
+                prompt = tokens_of(turns, tokenizer)
+                order = names[i % len(names):] + names[:i % len(names)]
+                for n in order if cold else ():                        # the warm-up
+                    ask(n, prompt, temperature, i)
+                answers = {n: ask(n, prompt, temperature, i) for n in order}
+                cold, r = False, dict(temperature=temperature, index=i, turn=t, question=q["question"], category=q["category"],
+                                      prompt_tokens=len(prompt), answers=answers)
+                if file:
+                    file.write(json.dumps(r) + "\n")
+                    file.flush()
+            records.append(r)
+            turns.append(tokenizer.decode(r["answers"]["plain"]["tokens"]))
+    return records
+
+
+def options(argv):
+    """-> Options, names of the methods, temperatures. Ends with a message for what cannot be."""
+    opt, = parse(Options, argv=argv)
+    names = ["plain"] + list(dict.fromkeys(n for n in opt.methods.split(",") if n not in ("plain", "")))
+    for n in names[1:]:
+        if n not in MODULES and n not in HF:
+            fail(f"--methods: unknown method {n}; there are plain, {', '.join([*MODULES, *HF])}")
+    try:
+        temperatures = [Sampler(float(t)).temperature for t in opt.temperatures.split(",")]
+    except ValueError:
+        fail(f"--temperatures must be numbers with commas, 0 or more, not {opt.temperatures!r}")
+    if opt.resume and not opt.json:
+        fail("--resume needs the --json of the interrupted run")
+    if not opt.questions and not opt.prompts:
+        fail("--prompts must be 1 or more, unless --questions names a file")
+    return opt, names, temperatures
 
 
 def main(argv=None):
-    opt, = parse(Options, argv=argv)
-    names = [n for n in opt.methods.split(",") if n not in ("plain", "")]
-    for n in names:
-        if n not in METHODS and n != "hf":
-            fail(f"--methods: unknown method {n}; there are plain, {', '.join(METHODS)}, hf")
-    try:
-        temperatures = [float(t) for t in opt.temperatures.split(",")]
-    except ValueError:
-        fail(f"--temperatures must be numbers with commas, not {opt.temperatures!r}")
-    common = dict(tree=opt.tree, nodes=opt.nodes, floor=opt.floor, out=opt.out, backbone=opt.backbone, device=opt.device, dtype=opt.dtype)
-    target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", **common))
-    drafters = {n: sample.load_drafter(sample.Options(method=n, **common), target) for n in ("plain", *names) if n != "hf"}
-    hf = to_hf(target) if "hf" in names else None
-    prompts = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {target.wte.weight.device}, "
-          f"{target.wte.weight.dtype} | {opt.prompts} prompts x {opt.new_tokens} tokens | "
-          + " ".join(f"{k} {v}" for k, v in versions().items()), flush=True)
-    result = {"options": asdict(opt), "versions": versions(), "rows": []}
+    opt, names, temperatures = options(argv)
+    questions = read_questions(opt.questions, opt.prompts) if opt.questions else None
+    target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", out=opt.out, backbone=opt.backbone, device=opt.device,
+                                                          dtype=opt.dtype))
+    device, room = str(target.wte.weight.device), target.cfg.block_size - opt.new_tokens
+    if room < 1:
+        fail(f"--new-tokens {opt.new_tokens} leave no room for a prompt in a context of {target.cfg.block_size}")
+    if set(names) & set(HF) and (target.cfg.style != "llama" or target.cfg.qkv_bias or target.scaled):
+        fail("hf and hf-lookup need a plain llama-style backbone: leave them out of --methods")
+    if opt.train_minutes:
+        fresh = load_pretrained(opt.backbone, device) if opt.backbone else load_model(os.path.join(opt.out, "backbone", "model.safetensors"), device)
+        train_all(opt, names, fresh[0], tokenizer, device)
+    methods = {n: load_method(n, opt, target) for n in names if n not in HF}
+    trained = {n: t for n, (_, t) in methods.items()}
+    if questions is None:
+        held_out = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
+        questions = [dict(question=str(i), category="held-out", turns=[ids]) for i, ids in enumerate(held_out)]
+    machine = torch.cuda.get_device_name(device) if train.gpu(device) else platform.processor() or platform.machine()
+    result = dict(options=asdict(opt), versions=versions(), machine=machine, threads=torch.get_num_threads(), device=device,
+                  dtype=str(target.wte.weight.dtype), date=datetime.date.today().isoformat(), trained=trained,
+                  command=" ".join(["python", "bench/run.py", *(sys.argv[1:] if argv is None else argv)]))
+    print(f"{machine}, {result['threads']} threads, {device}, {result['dtype']} | {len(questions)} prompts x {opt.new_tokens} tokens | "
+          + " ".join(f"{k} {v}" for k, v in result["versions"].items()), flush=True)
+
+    done, file = {}, None
+    if opt.json:
+        path = os.path.splitext(opt.json)[0] + ".answers.jsonl"
+        header = dict(options=asdict(replace(opt, resume=False, profile=False, json="", train_minutes=0.0)), dtype=result["dtype"],
+                      backbone=target.fingerprint, checkpoints={n: t.get("checkpoint") for n, t in trained.items()}, machine=machine)
+        done = report.read_answers(path, header, names) if opt.resume else {}
+        file = report.open_answers(path, header, done)
+        if done:
+            print(f"{len(done)} prompts are answered in {path}; going on", flush=True)
+    hf = None
+    if set(names) & set(HF):
+        import transformers
+        transformers.logging.set_verbosity_error()
+        hf = to_hf(target).to(device)
+
+    def ask(name, prompt, temperature, seed):
+        prompt = prompt[-room:]
+        if name in HF:
+            return hf_answer(hf, name, prompt, opt.new_tokens, temperature, seed, sorted(tokenizer.stops))
+        sampler = Sampler(temperature, seed=seed, share=opt.share_noise)
+        tokens, s = complete(target, prompt, opt.new_tokens, methods[name][0], sampler, tokenizer.stops)
+        return dict(tokens=tokens, accepted=s.accepted, nodes=s.nodes, seconds=s.seconds)
+
+    result |= dict(rows=[], categories=[])
     for temperature in temperatures:
-        runs, looping = {n: [] for n in ("plain", *names)}, 0
-        for i in range(-1, len(prompts)):                              # -1 is the warm-up
-            order = list(runs)[i % len(runs):] + list(runs)[:i % len(runs)]
-            texts = {}
-            for n in order:
-                sampler = Sampler(temperature, seed=max(i, 0), share=opt.share_noise)
-                if n == "hf":
-                    texts[n], speed = hf_generate(hf, prompts[i], opt, temperature, i)
-                    row = dict(speed=speed)
-                else:
-                    texts[n], s = complete(target, prompts[i], opt.new_tokens, drafters[n], sampler, tokenizer.stops)
-                    work = sum(s.seconds[k] for k in ("draft", "verify", "rest"))
-                    row = dict(speed=s.tokens_per_second, tokens=sum(s.accepted[1:]), steps=s.steps, nodes=s.nodes, work=work,
-                               draft=s.seconds["draft"], verify=s.seconds["verify"])
-                if i >= 0 and len(texts[n]) > 1:
-                    runs[n].append(row | dict(prompt=i))
-            for row in (runs[n][-1] for n in names if n != "hf" and runs[n]):
-                row["same"] = all(texts[n] == texts["plain"] for n in texts if n != "hf")
-            looping += i >= 0 and loops(texts["plain"])
-        plain = {row["prompt"]: row["speed"] for row in runs["plain"]}
-        print(f"\nT = {temperature:g}; {looping} of {len(prompts)} plain texts end in a loop")
-        print(f"{'method':16s} {'tau':>5s} {'nodes':>5s} {'tokens/s':>8s} {'speed-up':>8s} {'draft':>6s} {'verify':>6s} {'same':>5s}")
-        for n, rows in runs.items():
-            ratio = statistics.median(row["speed"] / plain[row["prompt"]] for row in rows if row["prompt"] in plain)
-            line = dict(method=n, temperature=temperature, speed=statistics.median(row["speed"] for row in rows), speedup=ratio)
-            if n != "hf":
-                total = {k: sum(row[k] for row in rows) for k in ("tokens", "steps", "nodes", "work", "draft", "verify")}
-                line |= dict(tau=total["tokens"] / total["steps"], nodes=total["nodes"] / total["steps"], draft=total["draft"] / total["work"],
-                             verify=total["verify"] / total["work"], same=all(row.get("same", True) for row in rows))
-                print(f"{n:16s} {line['tau']:5.2f} {line['nodes']:5.1f} {line['speed']:8.0f} {ratio:8.2f} {line['draft']:6.0%} "
-                      f"{line['verify']:6.0%} {'yes' if line['same'] else 'NO':>5s}", flush=True)
-            else:
-                print(f"{n:16s} {'':5s} {'':5s} {line['speed']:8.0f} {ratio:8.2f}", flush=True)
-            result["rows"].append(line | dict(looping=looping))
+        records = measure(temperature, questions, names, ask, tokenizer, done, file)
+        rows, categories = report.summary(records, names)
+        report.show(rows, categories, trained, opt.profile)
+        result["rows"] += rows
+        result["categories"] += categories
+    cut = sum(r["prompt_tokens"] > room for r in records)
+    if cut:
+        print(f"\nnote: {cut} of {len(records)} prompts had more than {room} tokens; their last {room} were used, so that --new-tokens "
+              f"{opt.new_tokens} fit into the context of {target.cfg.block_size}")
+    if opt.json:
+        report.write(opt.json, result)
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; with --json the answers so far are kept, and --resume goes on from here", file=sys.stderr)
+        raise SystemExit(130)
+    except FloatingPointError as e:
+        fail(str(e))

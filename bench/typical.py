@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import sample
 from model import arg, fail, parse
-from run import loops
+from report import loops
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete
 
