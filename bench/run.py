@@ -124,9 +124,9 @@ def load_method(name, opt, target):
     common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "device", "dtype")}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
-    meta = load(os.path.join(opt.out, name, "model.safetensors"), "checkpoint", "")[1]
-    return drafter, dict(parameters=train.count(drafter.net), training_tokens=meta["metrics"].get("tokens"),
-                         training_seconds=meta["metrics"].get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
+    metrics, n = load(os.path.join(opt.out, name, "model.safetensors"), "checkpoint", "")[1]["metrics"], train.count(drafter.net)
+    return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
+                         training_seconds=metrics.get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
 
 
 class Clock:
