@@ -9,7 +9,7 @@ Idea     1. Take the last n tokens of prompt and text, the root included; n = ng
                    |-----|                   |-----| n = 2
 
 Shapes   K longest chain
-Differs  finds single tokens too (theirs: n <= 2 or 3, down to 1), as transformers does; an index instead of a scan
+Differs  ngram 3 (transformers: 2); an index of first places instead of a scan of the text; chains of at most --nodes - 1
 Run      python bench/run.py --methods prompt_lookup --questions bench/questions.jsonl
 """
 import os

@@ -9,7 +9,8 @@ Prompts     held-out text of the training corpus, or --questions: a file of Spec
             a line: {"question_id": 81, "category": "writing", "turns": ["...", "..."]}. A question is the prompt as it
             stands, or in its tokenizer's chat form if there is one; the second turn follows plain decoding's answer.
 Fair        batch 1, the same target, cache, loop and seeds; methods take turns within every prompt; a warm-up before;
-            --train-minutes gives every drafter the same time on the same text, the search of self_speculative too
+            trees and chains of at most --nodes nodes for all of ours; --train-minutes gives every drafter the same time on
+            the same text, the search of self_speculative too
 Reported    overall and by category: tau; tokens/s after the prompt (median); speed-up over plain = median over the prompts
             of the ratio of tokens/s, with its 95 % bootstrap interval; milliseconds a step for draft and verification;
             whether every text equals plain decoding's, or the first token that does not; how many plain texts end in
@@ -124,9 +125,10 @@ def load_method(name, opt, target):
     common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "device", "dtype")}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
-    meta = load(os.path.join(out_folder(opt.out, opt.backbone), name, "model.safetensors"), "checkpoint", "")[1]
-    return drafter, dict(parameters=train.count(drafter.net), training_tokens=meta["metrics"].get("tokens"),
-                         training_seconds=meta["metrics"].get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
+    path, n = os.path.join(out_folder(opt.out, opt.backbone), name, "model.safetensors"), train.count(drafter.net)
+    metrics = load(path, "checkpoint", "")[1]["metrics"]
+    return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
+                         training_seconds=metrics.get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))
 
 
 class Clock:

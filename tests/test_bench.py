@@ -587,7 +587,7 @@ def test_training_budget(contest, text_file, capsys):
         meta = json.load(open(os.path.join(contest, name, "model.json")))
         assert meta["kind"] == name and meta["finished"] and 0.3 <= meta["metrics"]["seconds"] < 60
         assert meta["metrics"]["tokens"] == meta["metrics"]["step"] * meta["config"]["batch_size"] * 64
-        assert result["trained"][name]["training_tokens"] == meta["metrics"]["tokens"] > 0
+        assert result["trained"][name]["training_tokens"] == (meta["metrics"]["tokens"] if meta["parameters"] else None)
         assert result["trained"][name]["parameters"] == meta["parameters"]
     assert result["trained"]["self_speculative"]["parameters"] == 0 < result["trained"]["eagle2"]["parameters"]
     assert out.count("yes\n") == 4
