@@ -428,7 +428,7 @@ def both(trained, text_file, tmp_path_factory):
     for name in ("backbone", "medusa", "amphista"):
         shutil.copytree(os.path.join(trained, name), os.path.join(out, name))
     args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8",
-            "--batch-size", "2"]
+            "--batch-size", "2", "--anchors", "8", "--lr", "0.02"]
     before = fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors")))
     train.main(args)
     assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before          # it stays
@@ -456,6 +456,10 @@ def test_medusa_2_round_trip(both, capsys):
     for key, model in (("backbone_before", old), ("backbone", target)):
         assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
         assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
+    net = Net(Config(), target)
+    net.load_state_dict(tensors)
+    hits, others = (train.calibrate(medusa, net.eval(), m, corpus.val_batches(8, 64, 16))["hits"] for m in (target, old))
+    assert meta["calibration"]["hits"] == hits != others               # the heads were tried on their own backbone
     assert log[0]["backbone"] == log[0]["backbone_before"] == log[-1]["backbone_before"]         # stage 1
     for T in ("0", "1"):
         plain = decoded(capsys, new, "--method", "plain", "--temperature", T).out
