@@ -323,12 +323,19 @@ def test_joint_gradients_reach_both_parts(lm, share):
             values.append(loss(before.net, before.target, x, (before.target.hidden(x), logits.detach()))[0].item())
             w[0, 0] -= sign * step
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(grad[0, 0].item(), rel=1e-4, abs=1e-7)
+    both, grad = [], grad.clone()                                      # and the joint loss has all of it
+    for weight in (1.0, 0.0):
+        joint.zero_grad()
+        joint_loss(joint, target, x, weight)[0].backward()
+        both.append(joint.target.blocks[0].attn.qkv.weight.grad.clone())
+    assert torch.allclose(both[0] - both[1], grad, atol=1e-10)
 
 
-def test_gradients_survive_autocast():
-    """Weights that autocast first meets without gradients are cached without them: the lm_head would learn nothing."""
+@pytest.mark.parametrize("lm", ["text", "kl"])
+def test_gradients_survive_autocast(lm):
+    """As on a GPU: dtypes that do not mix, labels or a KL in half precision, a weight whose gradient is lost on the way."""
     target = tiny(dtype=torch.float32, tied=False)
-    joint = make_joint(target)
+    joint = make_joint(target, lm=lm)
     with torch.autocast("cpu", torch.bfloat16):
         joint_loss(joint, target, text(target, 2, 12), 0.2)[0].backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in joint.parameters())
@@ -423,7 +430,7 @@ def both(trained, text_file, tmp_path_factory):
     for name in ("backbone", "medusa", "amphista"):
         shutil.copytree(os.path.join(trained, name), os.path.join(out, name))
     args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8",
-            "--batch-size", "2"]
+            "--batch-size", "2", "--anchors", "8", "--lr", "0.02"]
     before = fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors")))
     train.main(args)
     assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before          # it stays
@@ -451,6 +458,10 @@ def test_medusa_2_round_trip(both, capsys):
     for key, model in (("backbone_before", old), ("backbone", target)):
         assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
         assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
+    net = Net(Config(), target)
+    net.load_state_dict(tensors)
+    hits, others = (train.calibrate(medusa, net.eval(), m, corpus.val_batches(8, 64, 16))["hits"] for m in (target, old))
+    assert meta["calibration"]["hits"] == hits != others               # the heads were tried on their own backbone
     assert log[0]["backbone"] == log[0]["backbone_before"] == log[-1]["backbone_before"]         # stage 1
     for T in ("0", "1"):
         plain = decoded(capsys, new, "--method", "plain", "--temperature", T).out
