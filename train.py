@@ -371,7 +371,7 @@ class Run:
                     self.report()
                     self.save()
             self.report()
-            self.meta["finished"] = self.progress() >= 1
+            self.meta["finished"] = self.progress() >= 1 and self.kind == "backbone"      # a drafter is still to be calibrated
             self.save()
         finally:
             bar.close()
@@ -455,7 +455,8 @@ class Run:
             for p, state in o.state_dict()["state"].items():
                 tensors |= {f"optimiser.{i}.{p}.{k}": torch.as_tensor(v).clone() for k, v in state.items()}
         spent = self.elapsed + time.perf_counter() - self.since
-        state = {"kind": self.kind + " (resume)", "config": asdict(self.cfg), "step": self.step, "elapsed": spent}
+        state = {"kind": self.kind + " (resume)", "config": asdict(self.cfg), "step": self.step, "elapsed": spent,
+                 "backbone": self.meta.get("backbone"), "metrics": self.metrics}
         if self.kind == "backbone":
             state["tokenizer"] = self.corpus.tokenizer.to_dict()
         save(self.resume_path, tensors, state)
@@ -468,6 +469,8 @@ class Run:
             fail(f"{self.resume_path} was started with another {', '.join(wrong)}: use the same options, or leave --resume out")
         if self.vocab is not None and not torch.equal(self.vocab, tensors.get("module.head.ids", self.vocab[:0])):
             fail(f"{self.resume_path} was started with another draft vocabulary: use the same options, or leave --resume out")
+        if meta["backbone"] != self.meta.get("backbone"):
+            fail(f"{self.resume_path} was started with another backbone: leave --resume out")
         load_weights(self.module, {k[7:]: v for k, v in tensors.items() if k.startswith("module.")}, self.resume_path)
         for i, o in enumerate(self.optimisers):
             state = {}
@@ -477,7 +480,7 @@ class Run:
                     state.setdefault(int(p), {})[k] = v
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng"])
-        self.step, self.elapsed = meta["step"], meta["elapsed"]
+        self.step, self.elapsed, self.metrics = meta["step"], meta["elapsed"], meta["metrics"]
         say(f"resuming {self.kind} at step {self.step}")
 
 
@@ -634,6 +637,7 @@ def train_drafter(kind, opt, cfg, corpus, target, device, method=None):
     run.metrics["top1"] = [round(row[0], 4) for row in hits]           # over more text than the log's
     prompts = corpus.prompts(8, min(64, target.cfg.block_size // 2))
     run.metrics["tau"] = round(mean_tau(target, method.Drafter(net, target, nodes=most_nodes(device)), prompts, 64), 3)
+    run.meta["finished"] = True
     run.save()
     say(f"{kind}: {run.meta['parameters']:,} trained parameters -> {run.path}")
     return dict(method=kind, parameters=run.meta["parameters"], **run.metrics)

@@ -250,3 +250,32 @@ def test_half_checkpoints_are_half_as_large_and_fit_each_other(tmp_path, text_fi
     target, _, _ = model.load_model(f"{out}/backbone/model.safetensors")
     assert {v.dtype for v in weights(out).values()} == {torch.bfloat16} and target.wte.weight.dtype == torch.float32
     assert model.load(f"{out}/medusa/model.safetensors", "", "")[1]["backbone"] == target.fingerprint
+
+
+def test_a_run_killed_before_its_calibration_is_not_finished(tmp_path, text_file, monkeypatch):
+    """Catches a checkpoint that calls itself finished while its calibration and figures are missing."""
+    backbone(tmp_path, text_file, "--steps", "3")
+    args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "3", "--batch-size", "2"]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(train, "calibrate", killed)
+        train.main(args)
+    trained = weights(tmp_path, "medusa")
+    train.main(args + ["--resume"])
+    _, meta = model.load(f"{tmp_path}/medusa/model.safetensors", "", "")
+    assert meta["finished"] and meta["calibration"] and "seconds" in meta["metrics"] and meta["metrics"]["step"] == 3
+    assert all(torch.equal(v, trained[k]) for k, v in weights(tmp_path, "medusa").items())
+
+
+def test_an_interrupted_drafter_knows_its_backbone(tmp_path, text_file, monkeypatch, capsys):
+    """Catches --resume that goes on with a drafter after its backbone was trained anew."""
+    backbone(tmp_path, text_file, "--steps", "3")
+    args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "8", "--batch-size", "2"]
+    with monkeypatch.context() as m, pytest.raises(SystemExit):
+        m.setattr(train.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
+        train.main(args)
+    backbone(tmp_path, text_file, "--steps", "4")
+    capsys.readouterr()
+    assert "another backbone" in refused(capsys, *args, "--resume")
