@@ -5,6 +5,11 @@ Decode with a method and watch it work.
 
 Text goes to stdout as it comes, figures to stderr. What comes out is the target's own text, whatever the method: --compare
 proves it on the spot by running plain decoding beside it.
+
+    python sample.py --method moa --server http://127.0.0.1:8765
+
+has the drafter here and the target on the other side of python moa.py serve; --method plain asks it for every token.
+Tokens written while the server was away are dim.
 """
 import codecs
 import os
@@ -14,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model import arg, fail, for_decoding, load, load_model, load_weights, parse, pick_device
+from model import arg, fail, fingerprint, for_decoding, load, load_model, load_weights, parse, pick_device
+from moa import Client, Refused, Remote, Unreachable, keep_last
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 
@@ -62,6 +68,7 @@ def load_drafter(opt, target):
     except (TypeError, KeyError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
+    net.fingerprint = fingerprint(tensors)
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
     calibration = meta.get("calibration")
     try:
@@ -71,8 +78,8 @@ def load_drafter(opt, target):
     return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
 
 
-def setup(opt):
-    """-> target, tokenizer, drafter, sampler for a command line."""
+def setup(opt, remote=False):
+    """-> target, tokenizer, drafter, sampler for a command line. remote: of the target just what a client has."""
     device = pick_device(opt.device)
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if opt.dtype == "auto" else opt.dtype
     try:
@@ -82,15 +89,19 @@ def setup(opt):
     path = os.path.join(opt.out, "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
-    target, tokenizer, _ = load_model(path, device, getattr(torch, dtype))
-    return target, tokenizer, load_drafter(opt, target), sampler
+    target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))
+    drafter = load_drafter(opt, target)
+    if remote:
+        keep_last(target, drafter.net.cfg.tli if drafter else 0)
+    return target, tokenizer, drafter, sampler
 
 
-def stream(opt, target, tokenizer, prompt, drafter, sampler):
+def stream(opt, target, tokenizer, prompt, drafter, sampler, client=None):
     """Print the text as it comes, whole characters only. Returns its tokens and Stats."""
-    colour = opt.show and sys.stdout.isatty()
+    colour, dim = opt.show and sys.stdout.isatty(), client and sys.stdout.isatty()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    steps, tokens = generate(target, prompt, opt.max_new_tokens, drafter, sampler, {tokenizer.eos}), []
+    decode = client.generate if client else generate
+    steps, tokens = decode(target, prompt, opt.max_new_tokens, drafter, sampler, {tokenizer.eos}), []
     try:
         while True:
             out = next(steps)
@@ -98,7 +109,8 @@ def stream(opt, target, tokenizer, prompt, drafter, sampler):
             for i, token in enumerate(out):
                 text = utf8.decode(tokenizer.decode_bytes([token]))
                 accepted = colour and i < len(out) - 1                 # the last token of a step is the target's own
-                sys.stdout.write(f"\033[32m{text}\033[0m" if accepted else text)
+                style = "\033[2m" if dim and client.alone else "\033[32m" if accepted else ""
+                sys.stdout.write(f"{style}{text}\033[0m" if style else text)
             sys.stdout.flush()
     except StopIteration as stop:
         sys.stdout.write(utf8.decode(b"", final=True) + "\n")
@@ -124,15 +136,21 @@ def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3)
 
 
 def main(argv=None):
-    opt, = parse(Options, argv=argv)
-    target, tokenizer, drafter, sampler = setup(opt)
+    opt, remote = parse(Options, Remote, argv=argv)
+    if remote.server and (opt.compare or opt.method not in ("moa", "plain")):
+        fail("--server works with --method moa or plain, and without --compare: the target is not here")
+    try:
+        client = Client(remote) if remote.server else None
+    except ValueError as e:
+        fail(str(e))
+    target, tokenizer, drafter, sampler = setup(opt, bool(client))
     text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
     prompt = [tokenizer.eos] + tokenizer.encode(text)                  # a text begins after the end of another
     sys.stdout.write(text)
     sys.stdout.flush()
     try:
-        tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler)
-    except ValueError as e:
+        tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler, client)
+    except (ValueError, Refused, Unreachable) as e:
         print()
         fail(str(e))
     except FloatingPointError as e:
@@ -141,6 +159,9 @@ def main(argv=None):
     print(f"\n{opt.method}: {len(tokens)} tokens in {len(stats.accepted)} target forwards, tau {stats.tau:.2f}, "
           f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}", file=sys.stderr)
     print(f"tokens per forward: {histogram(stats.accepted)}", file=sys.stderr)
+    if client:
+        print(f"server: {stats.calls} calls, {sum(stats.accepted) / max(1, stats.calls):.2f} tokens each, {stats.up:,} bytes up and "
+              f"{stats.down:,} down, {stats.waiting:.2f} s waiting; {len(stats.offline)} tokens written without it", file=sys.stderr)
     if opt.compare and drafter:
         compare(target, prompt, drafter, sampler, tokens, opt, tokenizer)
 

@@ -1,0 +1,437 @@
+"""
+MoA across a network: wire format, server, client, lost lines, hostile input. Real sockets on loopback, tiny random targets.
+
+The faults are real ones: answers dropped after the work was done, cut in the middle or late, a port where nobody listens.
+"""
+import concurrent.futures
+import copy
+import http.client
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import moa
+import sample
+from conftest import tiny
+from model import fingerprint, load, load_model, model_tensors
+from moa import Client, Drafter, Refused, Remote, Serve, Server, Unreachable, keep_last, pack, unpack
+from test_moa import from_scratch, make_net, random_text
+from tree import Sampler, chain, complete
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROMPT = [3, 1, 4, 1, 5]
+SETTINGS = {"greedy": dict(temperature=0.0), "T = 1": dict(temperature=1.0, seed=7),
+            "filtered": dict(temperature=0.9, top_k=9, top_p=0.9, seed=2**64 - 1)}
+
+
+def make_pair(tli=1, **options):
+    """The target of a server, its drafter's net, and what a client has of the target."""
+    target = tiny(n_layer=3, block_size=96)
+    target.fingerprint = fingerprint(model_tensors(target))
+    net = make_net(target, tli=tli, **options)
+    net.fingerprint = fingerprint(net.state_dict())
+    part = copy.deepcopy(target)
+    keep_last(part, tli)
+    part.fingerprint = target.fingerprint
+    return target, net, part
+
+
+class Faulty(moa.Handler):
+    """Does the work, then treats the answer as the next fault says: drop, cut, late, reset, or ok."""
+
+    def reply(self, status, body):
+        fault = self.server.faults.pop(0) if self.server.faults and self.command == "POST" else "ok"
+        if fault == "late":
+            time.sleep(0.4)                                            # longer than the clients below wait
+        if fault in ("drop", "reset"):
+            self.close_connection = True
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                self.connection.close()
+        elif fault == "cut":
+            self.close_connection = True
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:len(body) // 2])
+        else:
+            super().reply(status, body)
+
+
+def start(target, net, **options):
+    """A server on a free port (or a given one) in a thread of its own."""
+    server = Server(target, net, Serve(**{"port": 0, **options}))
+    server.RequestHandlerClass, server.faults = Faulty, []
+    server.thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.05), daemon=True)
+    server.thread.start()
+    return server
+
+
+def stop(server):
+    """As if the process were killed: the port is closed and so is every connection."""
+    server.shutdown()
+    server.server_close()
+    for connection in list(server.since):
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+    server.thread.join()
+
+
+@contextmanager
+def serving(target, net, **options):
+    server = start(target, net, **options)
+    try:
+        yield server
+    finally:
+        stop(server)
+
+
+def make_client(port, **options):
+    return Client(Remote(server=f"http://127.0.0.1:{port}", **{"wire": "float32", "probe": 0.02, **options}))
+
+
+def finish(steps):
+    """A generator of lists of tokens -> all of them, Stats."""
+    tokens = []
+    while True:
+        try:
+            tokens += next(steps)
+        except StopIteration as end:
+            return tokens, end.value
+
+
+def remote(client, part, net, n, sampling, prompt=PROMPT, eos=(), **drafting):
+    return finish(client.generate(part, prompt, n, net and Drafter(net, part, **drafting), Sampler(**sampling), eos))
+
+
+def plain(target, n, sampling, prompt=PROMPT, eos=()):
+    return complete(target, prompt, n, sampler=Sampler(**sampling), eos=eos)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wire
+
+@pytest.mark.parametrize("wire, bound", [("float32", 1e-6), ("float16", 1e-3), ("int8", 1 / 250)])
+def test_what_is_packed_comes_back(wire, bound):
+    """Catches a scale that belongs to another vector, and a wire that is no smaller than it says."""
+    torch.manual_seed(0)
+    s = torch.randn(1, 5, 16).double() * torch.logspace(-3, 3, 5).double()[:, None]            # vectors of all sizes
+    sent = dict(s=s, k=torch.randn(2, 1, 2, 5, 4).double(), v=torch.zeros(0, 1, 2, 5, 4).double())
+    data = pack({"path": [0, 2], "bonus": 7}, sent, wire)
+    answer, got = unpack(data, s)
+    assert answer == {"path": [0, 2], "bonus": 7} and got.keys() == sent.keys()
+    for name, x in sent.items():
+        assert got[name].shape == x.shape and got[name].dtype == x.dtype
+        if x.numel():
+            assert ((got[name] - x).abs() / x.abs().amax(-1, keepdim=True)).max() < bound, name
+    assert len(data) < 900 + (s.numel() + 80) * {"float32": 4, "float16": 2, "int8": 1.6}[wire]
+
+
+def test_extreme_states_stay_finite():
+    """Catches an overflow of fp16 and a division by an all-zero vector."""
+    x = torch.tensor([[[1e9, -1e9], [0.0, 0.0]]])
+    for wire in moa.WIRES:
+        got = unpack(pack({}, dict(s=x), wire), x)[1]["s"]
+        assert got.isfinite().all() and (got[0, 1] == 0).all() and got[0, 0, 0] > 6e4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same text
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("tli", [0, 1, 2])
+@pytest.mark.parametrize("wire", list(moa.WIRES))
+def test_text_is_plain_decodings(tli, wire, setting):
+    """Catches whatever makes the server's choice, its cache, or a position depend on the draft or on the wire."""
+    target, net, part = make_pair(tli)
+    with serving(target, net) as server:
+        tokens, stats = remote(make_client(server.server_port, wire=wire), part, net, 60, SETTINGS[setting], nodes=12)
+    assert tokens == plain(target, 60, SETTINGS[setting])
+    assert sum(stats.accepted) == 60 and not stats.offline and stats.calls == len(stats.accepted)
+
+
+@pytest.mark.parametrize("setting", ["greedy", "T = 1"])
+def test_the_client_drafts_what_it_drafts_with_the_target_beside_it(setting):
+    """Catches states, keys or values that arrive in another order, or rows of rejected drafts among them."""
+    for tli, lsa in ((0, True), (2, True), (1, False)):
+        target, net, part = make_pair(tli, lsa=lsa)
+        with serving(target, net) as server:
+            _, there = remote(make_client(server.server_port), part, net, 70, SETTINGS[setting], nodes=12)
+        _, here = complete(target, PROMPT, 70, Drafter(net, target, nodes=12), Sampler(**SETTINGS[setting]))
+        assert there.accepted == here.accepted and max(here.accepted) > 1
+
+
+def test_a_good_drafter_needs_few_calls():
+    """Catches a server that accepts nothing. Untrained with N = L the drafter is the target itself."""
+    target, _, _ = make_pair()
+    net = make_net(target, shaken=False, tli=3)
+    net.fingerprint = fingerprint(net.state_dict())
+    with serving(target, net) as server:
+        tokens, stats = remote(make_client(server.server_port), target, net, 60, SETTINGS["T = 1"], shape=chain(8))
+    assert tokens == plain(target, 60, SETTINGS["T = 1"]) and stats.calls == 1 + -(-59 // 9), stats.accepted
+
+
+def test_without_a_drafter_every_token_is_a_call_and_no_states_come():
+    """Catches states that are sent to a client which has no use for them."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        tokens, stats = remote(make_client(server.server_port), part, None, 30, SETTINGS["T = 1"])
+        _, other = remote(make_client(server.server_port), part, net, 30, SETTINGS["T = 1"])
+    assert tokens == plain(target, 30, SETTINGS["T = 1"]) and stats.accepted == [1] * 30 and stats.calls == 30
+    assert stats.down / stats.calls < 330 < other.down / other.calls
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 500])
+def test_budget_end_of_context_and_end_of_text(n):
+    """Catches a tree that reaches beyond the last position, tokens after the end, and a budget that is not kept."""
+    target, net, part = make_pair()
+    sampling = SETTINGS["T = 1"]
+    with serving(target, net) as server:
+        client = make_client(server.server_port)
+        tokens, stats = remote(client, part, net, n, sampling)
+        want = plain(target, n, sampling)
+        assert tokens == want and stats.stop == ("budget" if n < 91 else "context")
+        if n > 2:
+            eos = {want[10]}
+            assert remote(client, part, net, n, sampling, eos=eos)[0] == plain(target, n, sampling, eos=eos)
+            long = random_text(target, 1, 95)[0].tolist()
+            assert remote(client, part, net, n, sampling, long)[0] == plain(target, n, sampling, long)
+            for prompt in ([], [0] * 96):
+                with pytest.raises(ValueError):
+                    remote(client, part, net, n, sampling, prompt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sessions
+
+@pytest.mark.parametrize("sessions", [16, 2])
+def test_many_clients_at_once(sessions):
+    """Catches sessions that share a cache, a sampler or an answer; with room for two of six, all the time evicted ones."""
+    target, net, part = make_pair()
+    jobs = [dict(prompt=[i, 2, i + 3][:1 + i % 3], sampling=dict(temperature=i % 2 * 1.0, seed=i)) for i in range(6)]
+    with serving(target, net, sessions=sessions) as server:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            runs = [pool.submit(remote, make_client(server.server_port, timeout=60), part, net, 40, nodes=8, **job) for job in jobs]
+            texts = [run.result()[0] for run in runs]
+        assert len(server.sessions) == min(6, sessions)
+    assert texts == [plain(target, 40, **job) for job in jobs]
+
+
+def test_the_longest_idle_session_goes_first_and_idle_ones_go_alone():
+    """Catches eviction of a session in use, a bound that is not kept, and memory that is never given back."""
+    target, net, part = make_pair()
+    with serving(target, net, sessions=3) as server:
+        steps = [make_client(server.server_port).generate(part, PROMPT, 40, Drafter(net, part), Sampler()) for _ in range(4)]
+        for i in (0, 1, 2, 0):
+            next(steps[i])
+        before = list(server.sessions)
+        next(steps[3])                                                 # now 1 was idle longest
+        assert [name in server.sessions for name in before] == [False, True, True] and len(server.sessions) == 3
+        size = max(s.size for s in server.sessions.values())
+        server.opt.memory_mb = 2 * size / 2**20
+        next(steps[3])
+        assert len(server.sessions) <= 2 and sum(s.size for s in server.sessions.values()) <= 2 * size
+        server.opt.idle = 0.1
+        time.sleep(0.5)
+        assert not server.sessions
+        for s in steps:                                                # and nobody noticed
+            next(s)
+        server.opt.memory_mb = size / 4 / 2**20
+        with pytest.raises(Refused, match="more memory") as e:
+            remote(make_client(server.server_port), part, net, 9, {})
+        assert e.value.status == 413
+
+
+def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
+    """Catches a server that does the work twice when an answer was lost, or takes a call about a text that it no longer has."""
+    target, net, _ = make_pair()
+    server = Server(target, net, Serve(port=0))
+    call = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60, wire="int8",
+                temperature=1.0, top_k=0, top_p=1.0, seed=3)
+    first = server.answer("/open", call)
+    assert server.answer("/open", json.loads(json.dumps(call))) is first
+    truth = plain(target, 12, dict(temperature=1.0, seed=3))
+    tree = dict(session="0" * 32, length=5, tokens=[*truth[:3], 0], parent=[-1, 0, 1, 0])
+    answer = server.answer("/verify", tree)
+    assert unpack(answer, target.wte.weight)[0] == {"path": [0, 1, 2], "bonus": truth[3]}
+    assert server.answer("/verify", dict(tree)) is answer
+    with pytest.raises(Refused) as e:
+        server.answer("/verify", tree | dict(tokens=[*truth[:3], 1]))
+    assert e.value.status == 409 and len(server.sessions["0" * 32].text) == 8
+    back = server.answer("/open", call | dict(text=PROMPT + [9, 9], have=5))       # a client that wrote something else meanwhile
+    want = plain(target, 1, dict(temperature=1.0, seed=3), PROMPT + [9, 9])
+    answer, states = unpack(back, target.wte.weight)
+    assert answer["bonus"] == want[0] and states["s"].shape[1] == 2
+    other = unpack(Server(target, net, Serve(port=0)).answer("/open", call | dict(text=PROMPT + [9, 9])), target.wte.weight)[1]
+    assert (states["s"] - other["s"][:, 5:]).abs().max() < 1e-3        # the rows that it kept are those of a fresh cache
+    server.server_close()
+
+
+def test_a_restarted_server_goes_on_with_the_text():
+    """Catches a session that is lost for good, and a text that changes when it is opened anew."""
+    target, net, part = make_pair()
+    for setting in ("greedy", "T = 1"):
+        server = start(target, net)
+        port, got = server.server_port, []
+        steps = make_client(port).generate(part, PROMPT, 60, Drafter(net, part, nodes=8), Sampler(**SETTINGS[setting]))
+        for i in range(6):
+            got += next(steps)
+            stop(server)
+            server = start(target, net, port=port)
+        tokens, stats = finish(steps)
+        stop(server)
+        assert got + tokens == plain(target, 60, SETTINGS[setting]) and not stats.offline and stats.calls > len(stats.accepted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The line fails
+
+def check_text(target, tokens, offline, sampling):
+    """Every token not written alone is the target's choice after the text before it; so pieces between are plain decoding's."""
+    for i, token in enumerate(tokens):
+        if i not in offline:
+            assert [token] == plain(target, 1, sampling, PROMPT + tokens[:i]), f"token {i} is not the target's"
+
+
+@pytest.mark.parametrize("fault", ["drop", "cut", "late", "reset"])
+def test_lost_answers_are_asked_for_again(fault):
+    """Catches work that is done twice, tokens that come twice or never, and a retry that is not tried."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        server.faults = ["ok", fault, "ok", "ok", fault, fault, "ok", "ok"] if fault != "late" else [fault, "ok", "ok", fault]
+        tokens, stats = remote(make_client(server.server_port, timeout=0.2, retries=5), part, net, 50, SETTINGS["T = 1"], nodes=8)
+    assert tokens == plain(target, 50, SETTINGS["T = 1"]) and not stats.offline and not server.faults
+    assert stats.calls >= len(stats.accepted) + (2 if fault == "late" else 3)
+
+
+@pytest.mark.parametrize("setting", ["greedy", "T = 1"])
+@pytest.mark.parametrize("tli", [0, 2])
+def test_alone_and_back(tli, setting):
+    """
+    Catches tokens that are lost, shown twice or changed when the line comes back, tokens written alone that are not marked,
+    and a session that does not go on as the target would.
+    """
+    target, net, part = make_pair(tli)
+    sampling, tokens, alone = SETTINGS[setting], [], []
+    server = start(target, net)
+    port = server.server_port
+    client = make_client(port, retries=0, offline_limit=40)
+    steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**sampling))
+    for outage in (1, 9):
+        for _ in range(3):
+            out = next(steps)
+            tokens += out
+            assert not client.alone
+        stop(server)
+        for _ in range(outage):
+            alone.append(len(tokens))
+            tokens += next(steps)
+            assert client.alone and len(tokens) == alone[-1] + 1
+        server = start(target, net, port=port)
+        while client.alone:                                            # until the probe has found it
+            time.sleep(0.05)
+            before = len(tokens)
+            tokens += next(steps)
+            alone += [before] if client.alone else []
+    rest, stats = finish(steps)
+    stop(server)
+    tokens += rest
+    assert len(tokens) == 80 and stats.offline == alone and sum(stats.accepted) + len(alone) == 80
+    check_text(target, tokens, alone, sampling)
+
+
+def test_back_at_a_server_that_still_has_the_session():
+    """Catches a server that does not take tokens written meanwhile as text, or reads its kept rows twice."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        client, got, alone = make_client(server.server_port, retries=0, probe=0.3), [], []
+        steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
+        got += next(steps)
+        server.faults = ["drop"]                                       # the work is done: the server is ahead of the client
+        for _ in range(7):
+            alone.append(len(got))
+            got += next(steps)
+        time.sleep(0.6)
+        down = client.stats.down
+        got += next(steps)
+        assert not client.alone and len(server.sessions) == 1
+        assert client.stats.down - down < 1200 + 8 * (16 + 16) * 4     # states of eight tokens, not of all
+        tokens, stats = finish(steps)
+    assert stats.offline == alone
+    check_text(target, got + tokens, alone, SETTINGS["T = 1"])
+
+
+def test_the_limit_of_tokens_written_alone():
+    """Catches a client that goes on for ever, or stops before it may; with 0 it says so at once."""
+    target, net, part = make_pair()
+    for limit in (0, 5):
+        server = start(target, net)
+        steps = make_client(server.server_port, retries=0, offline_limit=limit).generate(part, PROMPT, 80, Drafter(net, part), Sampler())
+        next(steps)
+        stop(server)
+        for _ in range(limit):
+            assert len(next(steps)) == 1
+        with pytest.raises(Unreachable, match=f"{limit} tokens were written without it"):
+            next(steps)
+
+
+def test_nobody_there_at_the_start():
+    """Catches a client that waits for ever or drafts from nothing; it tries as often as it was told to."""
+    target, net, part = make_pair()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))                                       # bound, but not listening: refused
+        client = make_client(s.getsockname()[1], retries=2)
+        with pytest.raises(Unreachable, match="3 tries"):
+            remote(client, part, net, 9, {})
+    assert client.stats.calls == 3
+
+
+def test_waiting_for_a_dead_server_does_not_slow_the_text():
+    """Catches a probe that blocks tokens: a port that takes connections and never answers."""
+    target, net, part = make_pair()
+    server = start(target, net)
+    port = server.server_port
+    client = make_client(port, retries=0, timeout=0.5, probe=0.01)
+    steps = client.generate(part, PROMPT, 60, Drafter(net, part), Sampler())
+    next(steps)
+    stop(server)
+    with socket.socket() as hole:
+        hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        hole.bind(("127.0.0.1", port))
+        hole.listen(50)
+        next(steps)                                                    # this one waits for the time-out
+        begin = time.perf_counter()
+        for _ in range(20):
+            next(steps)
+        assert time.perf_counter() - begin < 0.45 and client.alone
+        steps.close()
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("tli, lsa", [(0, True), (1, True), (3, True), (1, False)])
+def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
+    """Catches stale rows of SA or of the last layers, wrong positions, and an end at the depth of the tree (4)."""
+    target = tiny(style, n_layer=3, block_size=64)
+    net = make_net(target, tli=tli, lsa=lsa)
+    text, drafter = random_text(target, 1, 30)[0].tolist(), Drafter(net, target)
+    with torch.inference_mode():
+        cache = target.new_cache(64)
+        drafter.start(target, 64)
+        for S in (6, 11):                                              # a second time, after drafts and tokens written alone
+            new = text[cache.length:S]
+            hidden = target.hidden(torch.tensor([new]), cache=cache)
+            cache.keep(range(len(new)))
+            drafter.observe(new, hidden[0], cache)
+            drafter.draft(text[S], Sampler())
+            for end in range(S + 1, S + 13):
+                logits = drafter.alone(text[S:end])
+                assert (logits[0] - from_scratch(net, target, text[:S], text[S:end])).abs().max() < 1e-6
