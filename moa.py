@@ -525,19 +525,23 @@ class Server(http.server.ThreadingHTTPServer):
                 del self.sessions[name]
 
     @torch.inference_mode()
-    def answer(self, path, m):
-        """A call and its message -> bytes of the answer. Raises Refused. Runs on the worker."""
-        check(type(m) is dict, "the body must be a JSON object")
+    def answer(self, path, body):
+        """A call -> bytes of the answer. Raises Refused. Runs on the worker."""
         check(path in ("/open", "/verify"), "there are /open and /verify, nothing else", 404)
+        try:
+            m = json.loads(body)
+        except (ValueError, RecursionError):
+            m = None
+        check(type(m) is dict, "the body must be a JSON object")
         name = m.get("session")
         check(type(name) is str and re.fullmatch("[0-9a-f]{32}", name), "session must be 32 hex digits")
         s = self.sessions.get(name)
-        if not s or s.request != (path, m):                            # else the answer was lost: the same once more
+        if not s or s.request != (path, body):                         # else the answer was lost: the same once more
             s, answer, start, hidden = (self.open if path == "/open" else self.verify)(s, m)
             new, N = slice(start, s.cache.length), self.net.cfg.tli
             k, v = s.cache.k[:, :, :, new], s.cache.v[:, :, :, new]    # (L, 1, G, T, D)
             states = dict(s=self.net.read(k, v, hidden), k=k[len(k) - N:], v=v[len(v) - N:]) if s.drafts else {}
-            s.request, s.reply = (path, m), pack(answer, states, s.wire)
+            s.request, s.reply = (path, body), pack(answer, states, s.wire)
         s.size, s.used = s.cache.k.nbytes + s.cache.v.nbytes + len(s.reply), time.monotonic()
         self.sessions.pop(name, None)
         self.make_room(1, s.size)
@@ -657,11 +661,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection, self.server.since[self.connection] = keep, math.inf     # now it is we who take time
             if self.command == "GET":                                  # a client that looks whether we are there
                 return self.reply(200, data)
-            try:
-                message = json.loads(data)
-            except (ValueError, RecursionError):
-                raise Refused(400, "the body is not JSON") from None
-            self.reply(200, self.server.worker.submit(self.server.answer, self.path, message).result())
+            self.reply(200, self.server.worker.submit(self.server.answer, self.path, data).result())
         except Refused as e:
             self.refuse(e.status, str(e))
         except OSError:                                                # the client went away
@@ -796,7 +796,7 @@ class Client:
         self.line.request("POST", path, body, self.headers)
         r = self.line.getresponse()
         data = r.read()
-        n = len(data) + len(str(r.headers)) + len(r.reason) + 15       # the status line
+        n = len(data) + sum(len(k) + len(v) + 4 for k, v in r.headers.items()) + len(r.reason) + 17        # and the status line
         stats.down += n
         self.travel(n)
         time.sleep(half)

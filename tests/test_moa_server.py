@@ -255,25 +255,27 @@ def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
     """Catches a server that does the work twice when an answer was lost, or takes a call about a text that it no longer has."""
     target, net, _ = make_pair()
     server = Server(target, net, Serve(port=0))
+    ask = lambda path, message, server=server: server.answer(path, json.dumps(message).encode())
     call = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60, wire="int8",
                 temperature=1.0, top_k=0, top_p=1.0, seed=3)
-    first = server.answer("/open", call)
-    assert server.answer("/open", json.loads(json.dumps(call))) is first
+    first = ask("/open", call)
+    assert ask("/open", dict(call)) is first
     truth = plain(target, 12, dict(temperature=1.0, seed=3))
     tree = dict(session="0" * 32, length=5, tokens=[*truth[:3], 0], parent=[-1, 0, 1, 0])
-    answer = server.answer("/verify", tree)
+    answer = ask("/verify", tree)
     assert unpack(answer, target.wte.weight)[0] == {"path": [0, 1, 2], "bonus": truth[3]}
-    assert server.answer("/verify", dict(tree)) is answer
+    assert ask("/verify", dict(tree)) is answer
     with pytest.raises(Refused) as e:
-        server.answer("/verify", tree | dict(tokens=[*truth[:3], 1]))
+        ask("/verify", tree | dict(tokens=[*truth[:3], 1]))
     assert e.value.status == 409 and len(server.sessions["0" * 32].text) == 8
-    back = server.answer("/open", call | dict(text=PROMPT + [9, 9], have=5))       # a client that wrote something else meanwhile
+    back = ask("/open", call | dict(text=PROMPT + [9, 9], have=5))       # a client that wrote something else meanwhile
     want = plain(target, 1, dict(temperature=1.0, seed=3), PROMPT + [9, 9])
     answer, states = unpack(back, target.wte.weight)
     assert answer["bonus"] == want[0] and states["s"].shape[1] == 2
-    other = unpack(Server(target, net, Serve(port=0)).answer("/open", call | dict(text=PROMPT + [9, 9])), target.wte.weight)[1]
+    fresh = Server(target, net, Serve(port=0))
+    other = unpack(ask("/open", call | dict(text=PROMPT + [9, 9]), fresh), target.wte.weight)[1]
     assert (states["s"] - other["s"][:, 5:]).abs().max() < 1e-3        # the rows that it kept are those of a fresh cache
-    server.server_close()
+    server.server_close(), fresh.server_close()
 
 
 def test_a_restarted_server_goes_on_with_the_text():
@@ -283,7 +285,7 @@ def test_a_restarted_server_goes_on_with_the_text():
         server = start(target, net)
         port, got = server.server_port, []
         steps = make_client(port).generate(part, PROMPT, 60, Drafter(net, part, nodes=8), Sampler(**SETTINGS[setting]))
-        for i in range(6):
+        for _ in range(3):
             got += next(steps)
             stop(server)
             server = start(target, net, port=port)
@@ -435,3 +437,316 @@ def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
             for end in range(S + 1, S + 13):
                 logits = drafter.alone(text[S:end])
                 assert (logits[0] - from_scratch(net, target, text[:S], text[S:end])).abs().max() < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile input
+
+def raw(port, data, wait=5.0, close=False):
+    """Send bytes as they are; -> everything that comes back until the server hangs up, or b'' where it just did that."""
+    with socket.create_connection(("127.0.0.1", port), wait) as s:
+        answer = b""
+        try:
+            s.sendall(data)
+            if close:
+                s.shutdown(socket.SHUT_WR)
+            while part := s.recv(65536):
+                answer += part
+        except ConnectionError:
+            pass
+        return answer
+
+
+def status(answer):
+    """The status of an HTTP answer whose body is one line of JSON with an error in it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert list(json.loads(body)) == ["error"] and b"\n" not in body, answer
+    return int(head.split()[1])
+
+
+def post(line, path, body, **headers):
+    line.request("POST", path, body, headers)
+    r = line.getresponse()
+    return r.status, r.read()
+
+
+def broken_requests(rng, opened, tree, n):
+    """n times a path and a body, wrong in one way or another; opened and tree are right messages of /open and /verify."""
+    junk = [None, True, -1, 1.5, 10**30, float("nan"), float("inf"), "", "x" * 300, [], {}, [[]], [None], [True], [-1], [10**9],
+            [0.5], ["1"], {"0": 1}]
+    for i in range(n):
+        message, path = (dict(opened), "/open") if rng.random() < 0.5 else (dict(tree), "/verify")
+        kind = rng.randrange(5)
+        if kind == 0:                                                  # not the JSON of an object
+            text = json.dumps(message)
+            body = rng.choice([text[:rng.randrange(len(text))], text.encode()[::-1], bytes(rng.randbytes(rng.randrange(200))), "[" * 3000,
+                               "1" * 3000, '"' + "\\" * 99, "null", "[]", "3", "{}", '{"session": "\ud800"}'.encode("utf-8", "surrogatepass")])
+        elif kind == 1:                                                # a field is missing
+            del message[rng.choice([k for k in message if k != "drafter"])]
+            body = json.dumps(message)
+        elif kind == 2:                                                # a field is something else
+            key = rng.choice(list(message))
+            right = dict(drafter=[None], temperature=[1.5], top_k=[10**30]).get(key, [])
+            message[key] = rng.choice([x for x in junk if x not in right])
+            body = json.dumps(message)
+        elif kind == 3:                                                # parents that make no tree
+            message, path, N = dict(tree), "/verify", rng.randrange(1, 9)
+            parent = [-1] + [rng.randrange(i) for i in range(1, N)]
+            at = rng.randrange(N)
+            parent[at] = rng.randrange(at, N + 2) if at else rng.choice([0, 1, -2])        # itself, a later one, none
+            message |= dict(tokens=[1] * (N + rng.choice([0, 0, 1])), parent=parent)
+            body = json.dumps(message)
+        else:                                                          # another path, session, length or shape
+            path, change = rng.choice([("/verify", dict(session="f" * 32)), ("/verify", dict(length=4)), ("/verify", dict(length=6)),
+                                       ("/verify", dict(tokens=[1] * 129, parent=list(range(-1, 128)))),
+                                       ("/verify", dict(tokens=[23], parent=[-1])), ("/verify", dict(tokens=[1] * 70, parent=list(range(-1, 69)))),
+                                       ("/open", dict(text=[1] * 60)), ("/open", dict(max_len=97)), ("/open", dict(have=5)),
+                                       ("/open", dict(backbone="0" * 16)), ("/open", dict(drafter="0" * 16)), ("/open", dict(temperature=-1.0)),
+                                       ("/open", dict(seed=2**64)), ("/open", dict(top_p=2)), ("/open", dict(wire="pickle")),
+                                       ("/", {}), ("/close", {}), ("/../verify", {}), ("//verify?x=1", {})])
+            body = json.dumps((dict(opened) if path == "/open" else dict(tree)) | change)
+        yield path, body if isinstance(body, bytes) else body.encode()
+
+
+def test_two_thousand_broken_requests():
+    """Catches a request that is taken, ends the server, or harms another session; each gets a 4xx and one line of JSON."""
+    target, net, part = make_pair()
+    opened = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60, wire="int8",
+                  temperature=1.0, top_k=0, top_p=1.0, seed=3)
+    tree = dict(session="0" * 32, length=5, tokens=[1, 2, 3], parent=[-1, 0, 0])
+    sampling = SETTINGS["T = 1"]
+    with serving(target, net) as server:
+        steps = make_client(server.server_port).generate(part, PROMPT, 50, Drafter(net, part, nodes=8), Sampler(**sampling))
+        got = next(steps) + next(steps)
+        line = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        assert post(line, "/open", json.dumps(opened))[0] == 200
+        for path, body in broken_requests(random.Random(0), opened, tree, 2000):
+            code, answer = post(line, path, body)
+            assert 400 <= code < 500 and list(json.loads(answer)) == ["error"] and b"\n" not in answer, (path, body, code, answer)
+        assert post(line, "/verify", json.dumps(tree))[0] == 200       # the session that they were aimed at still works
+        assert len(server.sessions) == 2 and len(server.since) <= 2
+        line.close()
+        assert got + finish(steps)[0] == plain(target, 50, sampling)
+
+
+def test_broken_http():
+    """Catches bodies that are read before their length is known to be bearable, and answers that are not one line of JSON."""
+    target, net, part = make_pair()
+    with serving(target, net, timeout=0.5) as server:
+        port, most = server.server_port, server.most
+        head = b"POST /open HTTP/1.1\r\nHost: x\r\n"
+        for want, data in [(411, head + b"\r\n"), (411, head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
+                           (411, head + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"),
+                           (413, head + b"Content-Length: %d\r\n\r\n" % (most + 1)), (413, head + b"Content-Length: 1%s\r\n\r\n" % (b"0" * 3000)),
+                           (400, head + b"Content-Length: -5\r\n\r\n"), (400, head + b"Content-Length: 0x10\r\n\r\n"),
+                           (400, head + "Content-Length: ²\r\n\r\n".encode("latin-1")), (400, head + b"Content-Length: 1e3\r\n\r\n"),
+                           (408, head + b"Content-Length: 50\r\n\r\n{half"), (400, b"\x16\x03\x01\x02\r\n\r\n"), (400, b"HELLO\r\n\r\n"),
+                           (405, b"BREW /open HTTP/1.1\r\n\r\n"), (405, b"DELETE / HTTP/1.1\r\n\r\n"), (400, b"POST /open HTTP/9.9\r\n\r\n"),
+                           (414, b"POST /" + b"x" * 70000 + b" HTTP/1.1\r\n\r\n"), (431, head + b"A: b\r\n" * 200 + b"\r\n"),
+                           (431, head + b"A: " + b"b" * 70000 + b"\r\n\r\n")]:
+            assert status(raw(port, data)) == want, data[:80]
+        for cut in (b"", b"P", b"POST /open HT", head, head + b"Content-Length: 50\r\n\r\n{"):
+            assert raw(port, cut, close=True) == b"" or status(raw(port, cut, close=True)) < 500
+        for seed in range(60):                                         # noise, with a line end here and there
+            raw(port, random.Random(seed).randbytes(200).replace(b"\x80", b"\r\n"), close=True)
+        assert remote(make_client(port), part, net, 20, {})[0] == plain(target, 20, {})
+    assert not server.since or all(c.fileno() < 0 for c in server.since)
+
+
+def test_slow_clients_and_too_many_of_them():
+    """Catches a thread that is held for ever by bytes that come one by one, and a number of threads without a bound."""
+    target, net, part = make_pair()
+    with serving(target, net, timeout=0.6, connections=5) as server:
+        port = server.server_port
+        lines = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(5)]
+        time.sleep(0.2)
+        assert status(raw(port, b"")) == 429
+        begin, answers = time.perf_counter(), {}
+        for i, s in enumerate(lines):
+            s.settimeout(0.02)
+            s.sendall(b"POST /open HTTP/1.1\r\n" if i % 2 else b"POST /open HTTP/1.1\r\nContent-Length: 500\r\n\r\n")
+        while len(answers) < 5 and time.perf_counter() - begin < 4:
+            for i, s in enumerate(lines):
+                if i not in answers:
+                    try:
+                        s.sendall(b"x")                                # keeps coming, faster than any time-out
+                        answers[i] = s.recv(65536)
+                    except TimeoutError:
+                        pass
+                    except ConnectionError:
+                        answers[i] = b""
+        assert len(answers) == 5 and [status(answers[i]) for i in (0, 2, 4)] == [408] * 3
+        assert remote(make_client(port), part, net, 20, {})[0] == plain(target, 20, {})
+        for s in lines:
+            s.close()
+
+
+def test_a_client_that_does_not_take_its_answer():
+    """Catches a model that waits for one client's line while others want it."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        real, stuck = Faulty.reply, threading.Event()
+        Faulty.reply = lambda self, *a: (stuck.wait(5) if "stuck" in self.headers else None, real(self, *a))
+        try:
+            line = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            line.request("POST", "/open", b"{}", {"stuck": "1"})
+            begin = time.perf_counter()
+            assert remote(make_client(server.server_port), part, net, 20, {})[0] == plain(target, 20, {})
+            assert time.perf_counter() - begin < 4
+        finally:
+            stuck.set()
+            Faulty.reply = real
+            line.close()
+
+
+def test_the_token():
+    """Catches calls that are served without it, and a body that is read before it is known who sends it."""
+    target, net, part = make_pair()
+    secret = "geheim-é"
+    with serving(target, net, token=secret) as server:
+        port = server.server_port
+        for header in (b"", b"Authorization: Bearer wrong\r\n", b"Authorization: geheim\r\n", b"Authorization: Bearer \xff\xfe\r\n",
+                       "Authorization: Bearer geheim-\r\n".encode()):
+            for start_line in (b"GET / HTTP/1.1\r\n", b"POST /open HTTP/1.1\r\nContent-Length: 99\r\n"):
+                assert status(raw(port, start_line + header + b"\r\n")) == 401
+        with pytest.raises(Refused, match="token"):
+            remote(make_client(port), part, net, 9, {})
+        with pytest.raises(Refused, match="token"):
+            remote(make_client(port, token="x"), part, net, 9, {})
+        assert remote(make_client(port, token=secret), part, net, 20, {})[0] == plain(target, 20, {})
+
+
+def test_another_training_is_refused():
+    """Catches a client whose drafter or embeddings are not those of the server."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        other = make_net(target, seed=2, tli=1)
+        other.fingerprint = fingerprint(other.state_dict())
+        with pytest.raises(Refused, match="drafter") as e:
+            remote(make_client(server.server_port), part, other, 9, {})
+        assert e.value.status == 412
+        part.fingerprint = "0" * 16
+        with pytest.raises(Refused, match="backbone"):
+            remote(make_client(server.server_port), part, net, 9, {})
+
+
+def test_a_fault_of_the_server_does_not_end_it(capsys):
+    """Catches NaN logits that take the session or the server with them."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        steps = make_client(server.server_port, retries=0, offline_limit=0).generate(part, PROMPT, 30, Drafter(net, part), Sampler())
+        got = next(steps)
+        weight = target.lm_head.weight.data
+        target.lm_head.weight = torch.nn.Parameter(weight * float("nan"), requires_grad=False)
+        with pytest.raises(Unreachable, match="FloatingPointError"):
+            next(steps)
+        target.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        assert remote(make_client(server.server_port), part, net, 20, {})[0] == plain(target, 20, {}) and got
+    assert "FloatingPointError" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Simulated network, statistics, command line
+
+def test_the_simulated_network_and_the_counts():
+    """Catches a delay that is not slept, or not by the bytes, and bytes that are counted wrongly."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        _, free = remote(make_client(server.server_port), part, None, 6, {})
+        _, slow = remote(make_client(server.server_port, rtt_ms=40), part, None, 6, {})
+        _, thin = remote(make_client(server.server_port, mbit=0.05), part, None, 6, {})
+        assert 7 * 0.04 <= slow.waiting and free.waiting < 7 * 0.04                    # six calls and a handshake
+        assert thin.waiting >= 8 * (thin.up + thin.down) / 50_000
+        seen = dict(up=0, down=0)
+        listener = socket.create_server(("127.0.0.1", 0))
+        def proxy():
+            a, _ = listener.accept()
+            b = socket.create_connection(("127.0.0.1", server.server_port))
+            def pump(x, y, name):
+                while data := x.recv(65536):
+                    seen[name] += len(data)
+                    y.sendall(data)
+                y.shutdown(socket.SHUT_WR)
+            thread = threading.Thread(target=pump, args=(b, a, "down"), daemon=True)
+            thread.start()
+            pump(a, b, "up")
+            thread.join()
+            a.close(), b.close()
+        thread = threading.Thread(target=proxy, daemon=True)
+        thread.start()
+        _, stats = remote(make_client(listener.getsockname()[1]), part, net, 30, {})
+        thread.join(5)
+        listener.close()
+        assert (stats.up, stats.down) == (seen["up"], seen["down"]) and stats.up > 0
+
+
+def run(capsys, *argv):
+    sample.main([str(a) for a in argv])
+    return capsys.readouterr()
+
+
+def refused(capsys, main, *argv):
+    with pytest.raises(SystemExit) as e:
+        main([str(a) for a in argv])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
+    """Catches commands that do not find each other, and a client that needs more than split gives it."""
+    part = str(tmp_path / "client")
+    moa.split(["--out", trained, "--to", part])
+    assert "the target's parameters" in capsys.readouterr().out
+    tensors, meta = load(os.path.join(part, "backbone", "model.safetensors"), "", "")
+    full, _ = load(os.path.join(trained, "backbone", "model.safetensors"), "", "")
+    assert {k.split(".")[1] for k in tensors if k.startswith("blocks")} == {"0"} and "blocks.1.norm1.weight" in full
+    assert torch.equal(tensors["blocks.0.attn.qkv.weight"], full["blocks.1.attn.qkv.weight"]) and meta["config"]["n_layer"] == 1
+    assert "holds client" in refused(capsys, sample.main, "--out", part, "--method", "plain")
+    monkeypatch.setenv("NANOSPEC_TOKEN", "s3cret")
+    process = subprocess.Popen([sys.executable, "moa.py", "serve", "--port", "0", "--out", trained], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
+        args = ["--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
+        want = run(capsys, "--out", trained, "--method", "plain", *args).out
+        for out, method, *more in ((trained, "moa"), (part, "moa", "--wire", "int8", "--tree", "chain"), (part, "plain")):
+            got = run(capsys, "--out", out, "--method", method, "--server", url, *args, *more)
+            assert got.out == want and re.search(r"server: \d+ calls, [\d.]+ tokens each, [\d,]+ bytes up and [\d,]+ down", got.err), got.err
+        port = url.rsplit(":", 1)[1]
+        assert "port " + port in refused(capsys, moa.serve, "--port", port, "--out", trained)
+        monkeypatch.setenv("NANOSPEC_TOKEN", "")
+        assert "bearer token" in refused(capsys, sample.main, "--out", part, "--method", "moa", "--server", url, *args)
+    finally:
+        process.kill()
+        process.wait()
+    assert "no answer" in refused(capsys, sample.main, "--out", part, "--method", "moa", "--server", url, *args, "--retries", 0)
+
+
+@pytest.mark.parametrize("main, argv, says", [
+    (moa.serve, ["--host", "0.0.0.0"], "--token"), (moa.serve, ["--host", "example.org"], "--token"), (moa.serve, ["--port", "99999"], "99999"),
+    (moa.serve, ["--sessions", "0"], "sessions"), (moa.serve, ["--checkpoint", "/nonexistent"], "no moa checkpoint"),
+    (sample.main, ["--server", "localhost:8765", "--method", "moa"], "http://"), (sample.main, ["--server", "http://x:99999", "--method", "moa"], "99999"),
+    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "medusa"], "--method moa"), (sample.main, ["--wire", "int4"], "wire"),
+    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "moa", "--compare"], "--compare"),
+])
+def test_mistakes_get_one_line(main, argv, says, trained, capsys, monkeypatch):
+    """Catches tracebacks for what a user typed, and a server that everybody can reach."""
+    monkeypatch.delenv("NANOSPEC_TOKEN", raising=False)
+    assert says in refused(capsys, main, "--out", trained, *argv).replace("0-65535", "99999")
+
+
+def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch):
+    """Catches marks in a pipe, and none where somebody looks."""
+    class Client:
+        alone = False
+        def generate(self, *args):
+            yield [65]
+            self.alone = True
+            yield [66]
+            return moa.RemoteStats(accepted=[1], offline=[1])
+    _, tokenizer, _ = load_model(os.path.join(trained, "backbone", "model.safetensors"))
+    a, b = (tokenizer.decode([i]) for i in (65, 66))
+    for terminal, want in ((True, f"{a}\033[2m{b}\033[0m\n"), (False, f"{a}{b}\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+        sample.stream(sample.Options(), None, tokenizer, [0], None, None, Client())
+        assert capsys.readouterr().out == want
