@@ -750,3 +750,18 @@ def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
         sample.stream(sample.Options(), None, tokenizer, [0], None, None, Client())
         assert capsys.readouterr().out == want
+
+
+def test_the_bench_runs_and_ends_with_json(trained, text_file):
+    """Catches tables that cannot be made; a drafter that ends after K tokens has no figures beyond, MoA has."""
+    command = [sys.executable, "bench/network.py", "--out", trained, "--data", text_file, "--rtts", "1", "--prompts", "1", "--chains", "3",
+               "--prompt-tokens", "8", "--new-tokens", "12", "--distances", "1,9", "--texts", "2", "--guessed", "10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    trips = {r["way"]: r for r in result["round_trips"]}
+    assert list(trips) == ["plain API", "MoA trees", "MoA chain 3"] and trips["plain API"]["calls"] == 100
+    assert trips["MoA trees"]["calls"] <= 100 and trips["MoA trees"]["down"] > trips["plain API"]["down"] > 50
+    table = {r["drafter"]: r["distances"] for r in result["cut_off"]}
+    assert table["medusa"]["9"] is None and table["moa"]["9"]["tokens"] == table["medusa"]["1"]["tokens"] == 20
+    assert table["target"]["1"] == table["target"]["9"] and table["target"]["1"]["perplexity"] < table["medusa"]["1"]["perplexity"]
