@@ -63,8 +63,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, MLP, Block, GPTConfig, KVCache, arg, attend, fail, fingerprint, for_decoding, load, load_model,
-                   load_weights, make_norm, model_tensors, parse, pick_device, rotate, save)
+from model import (GPT, MLP, Block, GPTConfig, KVCache, arg, attend, fail, load, load_model, make_norm,
+                   model_tensors, parse, rotate, save)
 from tree import Sampler, Stats, Tree, complete, tree_mask, walk
 
 
@@ -471,7 +471,7 @@ class Serve:
     connections: int = arg(64, "connections at a time", low=1)
     timeout: float = arg(20.0, "seconds for a request to come in, or for an answer to be taken", low=0.05)
     out: str = arg("out", "folder of checkpoints, as train.py wrote it")
-    checkpoint: str = arg("", "another training of the drafter: a .safetensors file")
+    checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
     dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
                      choices=["auto", "float32", "bfloat16", "float16", "float64"])
@@ -489,6 +489,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.most = 4096 + 12 * (target.cfg.block_size + 2 * opt.nodes)
         self.since = {}                                                # connection -> when its request began to come in
         self.worker = ThreadPoolExecutor(1)
+        self.sweep = self.worker.submit(self.make_room)
         self.address_family = socket.AF_INET6 if ":" in opt.host else socket.AF_INET
         super().__init__((opt.host, opt.port), Handler)
 
@@ -511,7 +512,8 @@ class Server(http.server.ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RD)                # its thread reads an end, however slowly bytes came
                 except OSError:
                     pass
-        self.worker.submit(self.make_room)
+        if self.sweep.done():
+            self.sweep = self.worker.submit(self.make_room)
 
     def handle_error(self, request, address):
         if not isinstance(sys.exc_info()[1], OSError):                 # those are clients that went away
@@ -683,21 +685,11 @@ def serve(argv):
         local = False
     if not local and not opt.token:
         fail(f"--host {opt.host} may be reached by others: give --token (or NANOSPEC_TOKEN), or leave --host out")
-    device = pick_device(opt.device)
-    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if opt.dtype == "auto" else opt.dtype
-    target, _, _ = load_model(os.path.join(opt.out, "backbone", "model.safetensors"), device, getattr(torch, dtype))
-    path, hint = opt.checkpoint or os.path.join(opt.out, "moa", "model.safetensors"), "run python train.py --method moa"
-    tensors, meta = load(path, "moa checkpoint", hint)
-    if meta.get("kind") != "moa" or meta.get("backbone") != target.fingerprint:
-        fail(f"{path} is no moa drafter for the backbone {target.fingerprint}: {hint}")
+    import sample                                                      # not above: it imports this file
+    common = {k: getattr(opt, k) for k in ("out", "checkpoint", "device", "dtype")}
+    target, _, drafter, _ = sample.setup(sample.Options(method="moa", **common))
     try:
-        net = Net(Config(**meta["config"]), target)
-    except (TypeError, KeyError) as e:
-        fail(f"{path} was written by another version of moa.py ({e}): {hint}")
-    net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
-    net.fingerprint = fingerprint(tensors)
-    try:
-        server = Server(target, net, opt)
+        server = Server(target, drafter.net, opt)
     except (OSError, OverflowError) as e:
         fail(f"cannot listen on {opt.host} port {opt.port} ({getattr(e, 'strerror', 0) or e}): name another --port or --host")
     print(f"serving {opt.out} at http://{server.server_address[0]}:{server.server_port}", flush=True)

@@ -50,10 +50,9 @@ class Options:
 
 
 def numbers(text, name):
-    try:
-        return [int(n) for n in text.split(",") if n]
-    except ValueError:
+    if not re.fullmatch(r"(\d+,)*\d*", text):
         fail(f"--{name} must be whole numbers with commas, not {text!r}")
+    return [int(n) for n in text.split(",") if n]
 
 
 def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):

@@ -147,9 +147,7 @@ def test_extreme_states_stay_finite():
 # ---------------------------------------------------------------------------------------------------------------------
 # The same text
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("tli", [0, 1, 2])
-@pytest.mark.parametrize("wire", list(moa.WIRES))
+@pytest.mark.parametrize("tli, wire, setting", [(tli, wire, list(SETTINGS)[(tli + i) % 3]) for tli in range(3) for i, wire in enumerate(moa.WIRES)])
 def test_text_is_plain_decodings(tli, wire, setting):
     """Catches whatever makes the server's choice, its cache, or a position depend on the draft or on the wire."""
     target, net, part = make_pair(tli)
