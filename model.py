@@ -515,7 +515,8 @@ def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
     except (KeyError, TypeError, ValueError) as e:
         fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
     load_weights(model, tensors, path, model_tensors(model))
-    model.fingerprint = meta.get("fingerprint") or fingerprint(model_tensors(model))     # a part has that of the whole
+    whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole
+    model.fingerprint = fingerprint(model_tensors(model)) if whole else meta["fingerprint"]
     return for_decoding(model.to(device, dtype)), tokenizer, meta
 
 

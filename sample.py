@@ -65,7 +65,7 @@ def load_drafter(opt, target):
         fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
         net = method.Net(method.Config(**meta["config"]), target)
-    except (TypeError, KeyError) as e:
+    except (TypeError, KeyError, AssertionError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)

@@ -51,6 +51,8 @@ class Faulty(moa.Handler):
 
     def reply(self, status, body):
         fault = self.server.faults.pop(0) if self.server.faults and self.command == "POST" else "ok"
+        if self.server.deaf and self.command == "GET":                 # no sign of life for those who look
+            fault = "drop"
         if fault == "late":
             time.sleep(0.4)                                            # longer than the clients below wait
         if fault in ("drop", "reset"):
@@ -68,7 +70,7 @@ class Faulty(moa.Handler):
 def start(target, net, **options):
     """A server on a free port (or a given one) in a thread of its own."""
     server = Server(target, net, Serve(**{"port": 0, **options}))
-    server.RequestHandlerClass, server.faults = Faulty, []
+    server.RequestHandlerClass, server.faults, server.deaf = Faulty, [], False
     server.thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.05), daemon=True)
     server.thread.start()
     return server
@@ -229,11 +231,12 @@ def test_the_longest_idle_session_goes_first_and_idle_ones_go_alone():
     target, net, part = make_pair()
     with serving(target, net, sessions=3) as server:
         steps = [make_client(server.server_port).generate(part, PROMPT, 40, Drafter(net, part), Sampler()) for _ in range(4)]
-        for i in (0, 1, 2, 0):
+        for i in (0, 1, 2):
             next(steps[i])
         before = list(server.sessions)
+        next(steps[0])
         next(steps[3])                                                 # now 1 was idle longest
-        assert [name in server.sessions for name in before] == [False, True, True] and len(server.sessions) == 3
+        assert [name in server.sessions for name in before] == [True, False, True] and len(server.sessions) == 3
         size = max(s.size for s in server.sessions.values())
         server.opt.memory_mb = 2 * size / 2**20
         next(steps[3])
@@ -273,6 +276,10 @@ def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
     fresh = Server(target, net, Serve(port=0))
     other = unpack(ask("/open", call | dict(text=PROMPT + [9, 9]), fresh), target.wte.weight)[1]
     assert (states["s"] - other["s"][:, 5:]).abs().max() < 1e-3        # the rows that it kept are those of a fresh cache
+    answer, states = unpack(ask("/open", call | dict(text=[9] * 7, have=6)), target.wte.weight)        # another text altogether
+    fresh.sessions.clear()
+    want, other = unpack(ask("/open", call | dict(text=[9] * 7, have=6), fresh), target.wte.weight)
+    assert answer == want and (states["s"] - other["s"]).abs().max() < 1e-3
     server.server_close(), fresh.server_close()
 
 
@@ -353,14 +360,17 @@ def test_back_at_a_server_that_still_has_the_session():
     """Catches a server that does not take tokens written meanwhile as text, or reads its kept rows twice."""
     target, net, part = make_pair()
     with serving(target, net) as server:
-        client, got, alone = make_client(server.server_port, retries=0, probe=0.3), [], []
+        client, got, alone = make_client(server.server_port, retries=0), [], []
         steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
         got += next(steps)
-        server.faults = ["drop"]                                       # the work is done: the server is ahead of the client
+        server.faults, server.deaf = ["drop"], True                    # the work is done: the server is ahead of the client
         for _ in range(7):
             alone.append(len(got))
+            logits = from_scratch(net, target, PROMPT, got)            # with the noise of its place, as the target would choose
             got += next(steps)
-        time.sleep(0.6)
+            assert got[-1:] == Sampler(**SETTINGS["T = 1"]).choose(logits[None], [len(PROMPT + got) - 1])
+        server.deaf = False
+        time.sleep(0.5)
         down = client.stats.down
         got += next(steps)
         assert not client.alone and len(server.sessions) == 1
@@ -380,8 +390,24 @@ def test_the_limit_of_tokens_written_alone():
         stop(server)
         for _ in range(limit):
             assert len(next(steps)) == 1
-        with pytest.raises(Unreachable, match=f"{limit} tokens were written without it"):
+        with pytest.raises(Unreachable, match=f"no answer.*{limit} tokens were written without it"):
             next(steps)
+
+
+def test_at_the_limit_the_client_asks_once_more():
+    """Catches a text that is given up although the server is back, only because no probe has seen it yet."""
+    target, net, part = make_pair()
+    server = start(target, net)
+    client = make_client(server.server_port, retries=0, offline_limit=3, probe=1000.0)
+    steps, tokens = client.generate(part, PROMPT, 30, Drafter(net, part), Sampler()), []
+    tokens += next(steps)
+    stop(server)
+    for _ in range(3):
+        tokens += next(steps)
+    with serving(target, net, port=server.server_port):
+        rest, stats = finish(steps)
+    assert stats.offline == [1, 2, 3] and len(tokens + rest) == 30
+    check_text(target, tokens + rest, stats.offline, {})
 
 
 def test_nobody_there_at_the_start():
