@@ -38,6 +38,7 @@ Differs  The authors' code is known to us, the paper's text is not. From the cod
          sizes      LSA's MLP is narrower; SA and CA have the target's G heads, theirs half
          T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
          gpt2       SA reads wte + wpe, the input of layer 0, and rotates besides; our blocks are Llama's
+         network    the authors' client and server are not public: protocol, retries and writing on alone are ours
 """
 import hmac
 import http.client

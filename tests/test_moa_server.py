@@ -299,6 +299,21 @@ def test_a_restarted_server_goes_on_with_the_text():
         assert got + tokens == plain(target, 60, SETTINGS[setting]) and not stats.offline and stats.calls > len(stats.accepted)
 
 
+def test_a_call_that_comes_late():
+    """Catches a client that cannot go on when an old call of its own, long given up, takes its session back."""
+    target, net, part = make_pair()
+    with serving(target, net) as server:
+        steps = make_client(server.server_port).generate(part, PROMPT, 60, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
+        got = next(steps)
+        (session,) = server.sessions.values()
+        old = session.request
+        got += next(steps) + next(steps)
+        server.worker.submit(server.answer, *old).result()
+        assert session.text == PROMPT
+        tokens, stats = finish(steps)
+    assert got + tokens == plain(target, 60, SETTINGS["T = 1"]) and not stats.offline
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The line fails
 
