@@ -64,8 +64,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, MLP, Block, GPTConfig, KVCache, arg, attend, fail, load, load_model, make_norm,
-                   model_tensors, parse, rotate, save)
+from model import (GPT, MLP, Block, GPTConfig, KVCache, arg, attend, fail, load, make_norm, model_tensors,
+                   parse, rotate, save)
 from tree import Sampler, Stats, Tree, complete, tree_mask, walk
 
 
@@ -634,7 +634,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def send_error(self, code, message=None, explain=None):            # http.server's own complaints
         self.close_connection = True
-        self.refuse(405 if code == 501 else code if code < 500 else 400, message or http.HTTPStatus(code).phrase)
+        self.refuse(405 if code == 501 else code if code < 500 else 400, (message or "bad request")[:200])
 
     def log_message(self, *args):
         pass
@@ -710,13 +710,12 @@ class Split:
 def split(argv):
     """python moa.py split"""
     opt, = parse(Split, argv=argv)
-    target, tokenizer, _ = load_model(os.path.join(opt.out, "backbone", "model.safetensors"))
-    drafter, meta = load(os.path.join(opt.out, "moa", "model.safetensors"), "moa checkpoint", "run python train.py --method moa")
-    keep_last(target, meta["config"]["tli"])
+    import sample
+    target, tokenizer, _, _ = sample.setup(sample.Options(method="moa", out=opt.out, device="cpu", dtype="float32"), remote=True)
     save(os.path.join(opt.to, "backbone", "model.safetensors"), model_tensors(target),
          {"kind": "client", "config": asdict(replace(target.cfg, n_layer=len(target.blocks))), "tokenizer": tokenizer.to_dict(),
           "fingerprint": target.fingerprint})
-    save(os.path.join(opt.to, "moa", "model.safetensors"), drafter, meta)
+    save(os.path.join(opt.to, "moa", "model.safetensors"), *load(os.path.join(opt.out, "moa", "model.safetensors"), "", ""))
     print(f"{sum(map(torch.numel, model_tensors(target).values())):,} of the target's parameters and the drafter -> {opt.to}")
 
 

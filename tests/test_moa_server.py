@@ -583,7 +583,8 @@ def test_broken_http():
                            (405, b"BREW /open HTTP/1.1\r\n\r\n"), (405, b"DELETE / HTTP/1.1\r\n\r\n"), (400, b"POST /open HTTP/9.9\r\n\r\n"),
                            (414, b"POST /" + b"x" * 70000 + b" HTTP/1.1\r\n\r\n"), (431, head + b"A: b\r\n" * 200 + b"\r\n"),
                            (431, head + b"A: " + b"b" * 70000 + b"\r\n\r\n")]:
-            assert status(raw(port, data)) == want, data[:80]
+            answer = raw(port, data)
+            assert status(answer) == want and len(answer) < 500, data[:80]
         for cut in (b"", b"P", b"POST /open HT", head, head + b"Content-Length: 50\r\n\r\n{"):
             assert raw(port, cut, close=True) == b"" or status(raw(port, cut, close=True)) < 500
         for seed in range(60):                                         # noise, with a line end here and there
