@@ -453,7 +453,7 @@ def test_waiting_for_a_dead_server_does_not_slow_the_text():
         begin = time.perf_counter()
         for _ in range(20):
             next(steps)
-        assert time.perf_counter() - begin < 0.45 and client.alone
+        assert time.perf_counter() - begin < 4 and client.alone        # 20 time-outs would be 10 s
         steps.close()
 
 
@@ -590,7 +590,10 @@ def test_broken_http():
         for seed in range(60):                                         # noise, with a line end here and there
             raw(port, random.Random(seed).randbytes(200).replace(b"\x80", b"\r\n"), close=True)
         assert remote(make_client(port), part, net, 20, {})[0] == plain(target, 20, {})
-    assert not server.since or all(c.fileno() < 0 for c in server.since)
+    until = time.monotonic() + 5
+    while server.since and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not server.since                                            # no thread and no socket is left behind
 
 
 def test_slow_clients_and_too_many_of_them():
@@ -693,9 +696,9 @@ def test_the_simulated_network_and_the_counts():
     target, net, part = make_pair()
     with serving(target, net) as server:
         _, free = remote(make_client(server.server_port), part, None, 6, {})
-        _, slow = remote(make_client(server.server_port, rtt_ms=40), part, None, 6, {})
+        _, slow = remote(make_client(server.server_port, rtt_ms=150), part, None, 6, {})
         _, thin = remote(make_client(server.server_port, mbit=0.05), part, None, 6, {})
-        assert 7 * 0.04 <= slow.waiting and free.waiting < 7 * 0.04                    # six calls and a handshake
+        assert free.waiting < 7 * 0.15 <= slow.waiting                 # six calls and a handshake
         assert thin.waiting >= 8 * (thin.up + thin.down) / 50_000
         seen = dict(up=0, down=0)
         listener = socket.create_server(("127.0.0.1", 0))
