@@ -2,7 +2,6 @@ r"""
 What a network does to decoding, and what a drafter is worth when the network is gone.
 
     python bench/network.py                            # both tables, from the checkpoints in out/
-    python bench/network.py --rtts 5,100 --prompts 2 --texts 1
 
 Round trips: python moa.py serve on loopback, the network simulated by sleeping (sample.py's --rtt-ms, --mbit). For each round
 trip, ms per token and server calls per 100 tokens: a plain API (every token a call), MoA with trees, MoA with chains.
@@ -60,8 +59,7 @@ def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
     ways = {"plain API": None, "MoA trees": moa.Drafter(net, target, nodes=most_nodes("cpu"))}
     ways |= {f"MoA chain {k}": moa.Drafter(net, target, shape=chain(k)) for k in lengths}
     command = [sys.executable, moa.__file__, "serve", "--port", "0", "--out", opt.out, "--device", "cpu"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    rows = []
+    server, rows = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
     try:
         url = re.search(r"http://\S+", server.stdout.readline() or fail("the server did not start"))[0]
         print(f"{'round trip':>10s}  {'':12s} {'ms/token':>8s} {'calls/100':>9s} {'B down/token':>12s}")
@@ -70,7 +68,8 @@ def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
             total = {name: [0.0, 0, 0, 0] for name in ways}            # seconds, tokens, calls, bytes down, after the prompt
             for i in range(-1, len(prompts)):                          # -1 is the warm-up
                 for name, drafter in ways.items():
-                    steps = client.generate(target, prompts[i], opt.new_tokens, drafter, Sampler(opt.temperature), {tokenizer.eos})
+                    sampler = Sampler(opt.temperature)
+                    steps = client.generate(target, prompts[i], opt.new_tokens, drafter, sampler, {tokenizer.eos})
                     next(steps)                                        # the prompt
                     start, calls, down = time.perf_counter(), client.stats.calls, client.stats.down
                     tokens = sum(map(len, steps))
@@ -79,7 +78,7 @@ def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
                         total[name] = [a + b for a, b in zip(total[name], row)]
             for name, (seconds, tokens, calls, down) in total.items():
                 n = max(1, tokens)
-                rows.append(dict(rtt=rtt, way=name, ms=1000 * seconds / n, calls=100 * calls / n, down=down / n))
+                rows.append(dict(rtt=rtt, way=name, ms=1e3 * seconds / n, calls=100 * calls / n, down=down / n))
                 print("{rtt:7d} ms  {way:12s} {ms:8.1f} {calls:9.1f} {down:12.0f}".format(**rows[-1]), flush=True)
     finally:
         server.kill()
@@ -94,22 +93,22 @@ def cut_off(opt, distances, nets, target, corpus):
     if T > target.cfg.block_size or min(distances) < 1:
         fail(f"--distances must be 1 or more, and the largest, --guessed and 1 together at most {target.cfg.block_size}")
     rows, texts = [], corpus.val_batches(1, T, opt.texts)
-    print(f"\n{'cut off for':>16s}" + "".join(f"{d:>9d} {'':8s}" for d in distances) + f"\n{'':16s}" + " top-1  perplexity" * len(distances))
+    print(f"\n{'cut off for':16s}" + "".join(f"{d:18d}" for d in distances) + "\n" + " " * 16 + " top-1  perplexity" * len(distances))
     for name, net in {"target": nets["moa"], **nets}.items():
         K, sums = net.K, {d: [0, 0.0, 0] for d in distances}           # right, nats, tokens
-        if name in ("target", "moa"):
-            net.K = max(distances)                                     # MoA goes on as long as it likes
+        net.K = max(distances) if name in ("target", "moa") else K     # MoA goes on as long as it likes
         for x in texts:
             for k, (logits, truth, own) in enumerate(METHODS["moa" if name == "target" else name].guesses(net, target, x), 1):
                 if k in sums:
                     logits, truth = (own if name == "target" else logits)[-opt.guessed:], truth[-opt.guessed:]
-                    row = (logits.argmax(-1) == truth).sum().item(), F.cross_entropy(logits, truth, reduction="sum").item(), len(truth)
+                    nats = F.cross_entropy(logits, truth, reduction="sum").item()
+                    row = (logits.argmax(-1) == truth).sum().item(), nats, len(truth)
                     sums[k] = [a + b for a, b in zip(sums[k], row)]
         net.K = K
-        row = {d: dict(top1=right / n, perplexity=math.exp(nats / n), tokens=n) if n else None for d, (right, nats, n) in sums.items()}
+        row = {d: dict(top1=right / n, perplexity=math.exp(nats / n), tokens=n) if n else None
+               for d, (right, nats, n) in sums.items()}
         rows.append(dict(drafter=name, distances=row))
-        print(f"{name:16s}" + "".join(f"{r['top1']:6.3f} {r['perplexity']:11.1f}" if r else f"{'n/a':>6s} {'':11s}" for r in row.values()),
-              flush=True)
+        print(f"{name:16s}" + "".join(f"{r['top1']:6.3f}{r['perplexity']:12.1f}" if r else f"{'n/a':>18s}" for r in row.values()))
     return rows
 
 

@@ -149,7 +149,8 @@ def test_extreme_states_stay_finite():
 # ---------------------------------------------------------------------------------------------------------------------
 # The same text
 
-@pytest.mark.parametrize("tli, wire, setting", [(tli, wire, list(SETTINGS)[(tli + i) % 3]) for tli in range(3) for i, wire in enumerate(moa.WIRES)])
+@pytest.mark.parametrize("tli, wire, setting", [(tli, wire, list(SETTINGS)[(tli + i) % 3])
+                                                for tli in range(3) for i, wire in enumerate(moa.WIRES)])
 def test_text_is_plain_decodings(tli, wire, setting):
     """Catches whatever makes the server's choice, its cache, or a position depend on the draft or on the wire."""
     target, net, part = make_pair(tli)
@@ -220,7 +221,8 @@ def test_many_clients_at_once(sessions):
     jobs = [dict(prompt=[i, 2, i + 3][:1 + i % 3], sampling=dict(temperature=i % 2 * 1.0, seed=i)) for i in range(6)]
     with serving(target, net, sessions=sessions) as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            runs = [pool.submit(remote, make_client(server.server_port, timeout=60), part, net, 40, nodes=8, **job) for job in jobs]
+            clients = [make_client(server.server_port, timeout=60) for _ in jobs]
+            runs = [pool.submit(remote, client, part, net, 40, nodes=8, **job) for client, job in zip(clients, jobs)]
             texts = [run.result()[0] for run in runs]
         assert len(server.sessions) == min(6, sessions)
     assert texts == [plain(target, 40, **job) for job in jobs]
@@ -257,8 +259,8 @@ def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
     target, net, _ = make_pair()
     server = Server(target, net, Serve(port=0))
     ask = lambda path, message, server=server: server.answer(path, json.dumps(message).encode())
-    call = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60, wire="int8",
-                temperature=1.0, top_k=0, top_p=1.0, seed=3)
+    call = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60,
+                wire="int8", temperature=1.0, top_k=0, top_p=1.0, seed=3)
     first = ask("/open", call)
     assert ask("/open", dict(call)) is first
     truth = plain(target, 12, dict(temperature=1.0, seed=3))
@@ -303,7 +305,8 @@ def test_a_call_that_comes_late():
     """Catches a client that cannot go on when an old call of its own, long given up, takes its session back."""
     target, net, part = make_pair()
     with serving(target, net) as server:
-        steps = make_client(server.server_port).generate(part, PROMPT, 60, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
+        drafter, sampler = Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"])
+        steps = make_client(server.server_port).generate(part, PROMPT, 60, drafter, sampler)
         got = next(steps)
         (session,) = server.sessions.values()
         old = session.request
@@ -400,7 +403,8 @@ def test_the_limit_of_tokens_written_alone():
     target, net, part = make_pair()
     for limit in (0, 5):
         server = start(target, net)
-        steps = make_client(server.server_port, retries=0, offline_limit=limit).generate(part, PROMPT, 80, Drafter(net, part), Sampler())
+        client = make_client(server.server_port, retries=0, offline_limit=limit)
+        steps = client.generate(part, PROMPT, 80, Drafter(net, part), Sampler())
         next(steps)
         stop(server)
         for _ in range(limit):
@@ -518,8 +522,9 @@ def broken_requests(rng, opened, tree, n):
         kind = rng.randrange(5)
         if kind == 0:                                                  # not the JSON of an object
             text = json.dumps(message)
-            body = rng.choice([text[:rng.randrange(len(text))], text.encode()[::-1], bytes(rng.randbytes(rng.randrange(200))), "[" * 3000,
-                               "1" * 3000, '"' + "\\" * 99, "null", "[]", "3", "{}", '{"session": "\ud800"}'.encode("utf-8", "surrogatepass")])
+            body = rng.choice([text[:rng.randrange(len(text))], text.encode()[::-1], rng.randbytes(rng.randrange(200)),
+                               "[" * 3000, "1" * 3000, '"' + "\\" * 99, "null", "[]", "3", "{}",
+                               '{"session": "\ud800"}'.encode("utf-8", "surrogatepass")])
         elif kind == 1:                                                # a field is missing
             del message[rng.choice([k for k in message if k != "drafter"])]
             body = json.dumps(message)
@@ -536,13 +541,15 @@ def broken_requests(rng, opened, tree, n):
             message |= dict(tokens=[1] * (N + rng.choice([0, 0, 1])), parent=parent)
             body = json.dumps(message)
         else:                                                          # another path, session, length or shape
-            path, change = rng.choice([("/verify", dict(session="f" * 32)), ("/verify", dict(length=4)), ("/verify", dict(length=6)),
-                                       ("/verify", dict(tokens=[1] * 129, parent=list(range(-1, 128)))),
-                                       ("/verify", dict(tokens=[23], parent=[-1])), ("/verify", dict(tokens=[1] * 70, parent=list(range(-1, 69)))),
-                                       ("/open", dict(text=[1] * 60)), ("/open", dict(max_len=97)), ("/open", dict(have=5)),
-                                       ("/open", dict(backbone="0" * 16)), ("/open", dict(drafter="0" * 16)), ("/open", dict(temperature=-1.0)),
-                                       ("/open", dict(seed=2**64)), ("/open", dict(top_p=2)), ("/open", dict(wire="pickle")),
-                                       ("/", {}), ("/close", {}), ("/../verify", {}), ("//verify?x=1", {})])
+            deep = dict(tokens=[1] * 70, parent=list(range(-1, 69)))
+            many = dict(tokens=[1] * 129, parent=list(range(-1, 128)))
+            path, change = rng.choice([
+                ("/verify", dict(session="f" * 32)), ("/verify", dict(length=4)), ("/verify", dict(length=6)), ("/verify", many),
+                ("/verify", deep), ("/verify", dict(tokens=[23], parent=[-1])), ("/open", dict(text=[1] * 60)),
+                ("/open", dict(max_len=97)), ("/open", dict(have=5)), ("/open", dict(backbone="0" * 16)),
+                ("/open", dict(drafter="0" * 16)), ("/open", dict(temperature=-1.0)), ("/open", dict(seed=2**64)),
+                ("/open", dict(top_p=2)), ("/open", dict(wire="pickle")), ("/", {}), ("/close", {}), ("/../verify", {}),
+                ("//verify?x=1", {})])
             body = json.dumps((dict(opened) if path == "/open" else dict(tree)) | change)
         yield path, body if isinstance(body, bytes) else body.encode()
 
@@ -550,8 +557,8 @@ def broken_requests(rng, opened, tree, n):
 def test_two_thousand_broken_requests():
     """Catches a request that is taken, ends the server, or harms another session; each gets a 4xx and one line of JSON."""
     target, net, part = make_pair()
-    opened = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60, wire="int8",
-                  temperature=1.0, top_k=0, top_p=1.0, seed=3)
+    opened = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60,
+                  wire="int8", temperature=1.0, top_k=0, top_p=1.0, seed=3)
     tree = dict(session="0" * 32, length=5, tokens=[1, 2, 3], parent=[-1, 0, 0])
     sampling = SETTINGS["T = 1"]
     with serving(target, net) as server:
@@ -574,15 +581,17 @@ def test_broken_http():
     with serving(target, net, timeout=0.5) as server:
         port, most = server.server_port, server.most
         head = b"POST /open HTTP/1.1\r\nHost: x\r\n"
-        for want, data in [(411, head + b"\r\n"), (411, head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
-                           (411, head + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"),
-                           (413, head + b"Content-Length: %d\r\n\r\n" % (most + 1)), (413, head + b"Content-Length: 1%s\r\n\r\n" % (b"0" * 3000)),
-                           (400, head + b"Content-Length: -5\r\n\r\n"), (400, head + b"Content-Length: 0x10\r\n\r\n"),
-                           (400, head + "Content-Length: ²\r\n\r\n".encode("latin-1")), (400, head + b"Content-Length: 1e3\r\n\r\n"),
-                           (408, head + b"Content-Length: 50\r\n\r\n{half"), (400, b"\x16\x03\x01\x02\r\n\r\n"), (400, b"HELLO\r\n\r\n"),
-                           (405, b"BREW /open HTTP/1.1\r\n\r\n"), (405, b"DELETE / HTTP/1.1\r\n\r\n"), (400, b"POST /open HTTP/9.9\r\n\r\n"),
-                           (414, b"POST /" + b"x" * 70000 + b" HTTP/1.1\r\n\r\n"), (431, head + b"A: b\r\n" * 200 + b"\r\n"),
-                           (431, head + b"A: " + b"b" * 70000 + b"\r\n\r\n")]:
+        for want, data in [
+                (411, head + b"\r\n"), (411, head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
+                (411, head + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"),
+                (413, head + b"Content-Length: %d\r\n\r\n" % (most + 1)),
+                (413, head + b"Content-Length: 1%s\r\n\r\n" % (b"0" * 3000)),
+                (400, head + b"Content-Length: -5\r\n\r\n"), (400, head + b"Content-Length: 0x10\r\n\r\n"),
+                (400, head + b"Content-Length: \xb2\r\n\r\n"), (400, head + b"Content-Length: 1e3\r\n\r\n"),
+                (408, head + b"Content-Length: 50\r\n\r\n{half"), (400, b"\x16\x03\x01\x02\r\n\r\n"),
+                (400, b"HELLO\r\n\r\n"), (405, b"BREW /open HTTP/1.1\r\n\r\n"), (405, b"DELETE / HTTP/1.1\r\n\r\n"),
+                (400, b"POST /open HTTP/9.9\r\n\r\n"), (414, b"POST /" + b"x" * 70000 + b" HTTP/1.1\r\n\r\n"),
+                (431, head + b"A: b\r\n" * 200 + b"\r\n"), (431, head + b"A: " + b"b" * 70000 + b"\r\n\r\n")]:
             answer = raw(port, data)
             assert status(answer) == want and len(answer) < 500, data[:80]
         for cut in (b"", b"P", b"POST /open HT", head, head + b"Content-Length: 50\r\n\r\n{"):
@@ -648,8 +657,8 @@ def test_the_token():
     secret = "geheim-é"
     with serving(target, net, token=secret) as server:
         port = server.server_port
-        for header in (b"", b"Authorization: Bearer wrong\r\n", b"Authorization: geheim\r\n", b"Authorization: Bearer \xff\xfe\r\n",
-                       "Authorization: Bearer geheim-\r\n".encode()):
+        for header in (b"", b"Authorization: Bearer wrong\r\n", b"Authorization: geheim\r\n",
+                       b"Authorization: Bearer \xff\xfe\r\n", "Authorization: Bearer geheim-\r\n".encode()):
             for start_line in (b"GET / HTTP/1.1\r\n", b"POST /open HTTP/1.1\r\nContent-Length: 99\r\n"):
                 assert status(raw(port, start_line + header + b"\r\n")) == 401
         with pytest.raises(Refused, match="token"):
@@ -677,7 +686,8 @@ def test_a_fault_of_the_server_does_not_end_it(capsys):
     """Catches NaN logits that take the session or the server with them."""
     target, net, part = make_pair()
     with serving(target, net) as server:
-        steps = make_client(server.server_port, retries=0, offline_limit=0).generate(part, PROMPT, 30, Drafter(net, part), Sampler())
+        client = make_client(server.server_port, retries=0, offline_limit=0)
+        steps = client.generate(part, PROMPT, 30, Drafter(net, part), Sampler())
         got = next(steps)
         weight = target.lm_head.weight.data
         target.lm_head.weight = torch.nn.Parameter(weight * float("nan"), requires_grad=False)
@@ -747,14 +757,16 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
     assert torch.equal(tensors["blocks.0.attn.qkv.weight"], full["blocks.1.attn.qkv.weight"]) and meta["config"]["n_layer"] == 1
     assert "holds client" in refused(capsys, sample.main, "--out", part, "--method", "plain")
     monkeypatch.setenv("NANOSPEC_TOKEN", "s3cret")
-    process = subprocess.Popen([sys.executable, "moa.py", "serve", "--port", "0", "--out", trained], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "moa.py", "serve", "--port", "0", "--out", trained]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         args = ["--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
         want = run(capsys, "--out", trained, "--method", "plain", *args).out
         for out, method, *more in ((trained, "moa"), (part, "moa", "--wire", "int8", "--tree", "chain"), (part, "plain")):
             got = run(capsys, "--out", out, "--method", method, "--server", url, *args, *more)
-            assert got.out == want and re.search(r"server: \d+ calls, [\d.]+ tokens each, [\d,]+ bytes up and [\d,]+ down", got.err), got.err
+            assert got.out == want
+            assert re.search(r"server: \d+ calls, [\d.]+ tokens each, [\d,]+ bytes up and [\d,]+ down", got.err), got.err
         port = url.rsplit(":", 1)[1]
         assert "port " + port in refused(capsys, moa.serve, "--port", port, "--out", trained)
         monkeypatch.setenv("NANOSPEC_TOKEN", "")
@@ -766,10 +778,13 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("main, argv, says", [
-    (moa.serve, ["--host", "0.0.0.0"], "--token"), (moa.serve, ["--host", "example.org"], "--token"), (moa.serve, ["--port", "99999"], "99999"),
+    (moa.serve, ["--host", "0.0.0.0"], "--token"), (moa.serve, ["--host", "example.org"], "--token"),
+    (moa.serve, ["--port", "99999"], "99999"),
     (moa.serve, ["--sessions", "0"], "sessions"), (moa.serve, ["--checkpoint", "/nonexistent"], "no moa checkpoint"),
-    (sample.main, ["--server", "localhost:8765", "--method", "moa"], "http://"), (sample.main, ["--server", "http://x:99999", "--method", "moa"], "99999"),
-    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "medusa"], "--method moa"), (sample.main, ["--wire", "int4"], "wire"),
+    (sample.main, ["--server", "localhost:8765", "--method", "moa"], "http://"),
+    (sample.main, ["--server", "http://x:99999", "--method", "moa"], "99999"),
+    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "medusa"], "--method moa"),
+    (sample.main, ["--wire", "int4"], "wire"),
     (sample.main, ["--server", "http://127.0.0.1:1", "--method", "moa", "--compare"], "--compare"),
 ])
 def test_mistakes_get_one_line(main, argv, says, trained, capsys, monkeypatch):
@@ -797,8 +812,8 @@ def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch
 
 def test_the_bench_runs_and_ends_with_json(trained, text_file):
     """Catches tables that cannot be made; a drafter that ends after K tokens has no figures beyond, MoA has."""
-    command = [sys.executable, "bench/network.py", "--out", trained, "--data", text_file, "--rtts", "1", "--prompts", "1", "--chains", "3",
-               "--prompt-tokens", "8", "--new-tokens", "12", "--distances", "1,9", "--texts", "2", "--guessed", "10"]
+    command = [sys.executable, "bench/network.py", "--out", trained, "--data", text_file, "--rtts", "1", "--prompts", "1",
+               "--chains", "3", "--prompt-tokens", "8", "--new-tokens", "12", "--distances", "1,9", "--texts", "2", "--guessed", "10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -806,5 +821,7 @@ def test_the_bench_runs_and_ends_with_json(trained, text_file):
     assert list(trips) == ["plain API", "MoA trees", "MoA chain 3"] and trips["plain API"]["calls"] == 100
     assert trips["MoA trees"]["calls"] <= 100 and trips["MoA trees"]["down"] > trips["plain API"]["down"] > 50
     table = {r["drafter"]: r["distances"] for r in result["cut_off"]}
-    assert table["medusa"]["9"] is None and table["moa"]["9"]["tokens"] == table["medusa"]["1"]["tokens"] == 20
-    assert table["target"]["1"] == table["target"]["9"] and table["target"]["1"]["perplexity"] < table["medusa"]["1"]["perplexity"]
+    assert table["medusa"]["9"] is None
+    assert table["moa"]["9"]["tokens"] == table["medusa"]["1"]["tokens"] == 20
+    assert table["target"]["1"] == table["target"]["9"]
+    assert table["target"]["1"]["perplexity"] < table["medusa"]["1"]["perplexity"]
