@@ -38,8 +38,10 @@ Differs  The authors' code is known to us, the paper's text is not. From the cod
          sizes      LSA's MLP is narrower; SA and CA have the target's G heads, theirs half
          T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
          gpt2       SA reads wte + wpe, the input of layer 0, and rotates besides; our blocks are Llama's
+         network    the authors' client and server are not public: protocol, retries and writing on alone are ours
 """
 import math
+import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -294,6 +296,18 @@ class Drafter:
             self.last.length += queries
         return net.head.spread(net.head(x[0], target))
 
+    def alone(self, tokens):
+        """
+        Logits (1, V) for what follows unverified tokens behind the text: the root, and what was written after it without
+        the target. Asked once for every token more, as far as max_len; a draft or a verification ends it.
+        """
+        S, end = len(self.text), len(self.text) + len(tokens)
+        assert not self.last or self.last.length == end - 1, f"{self.last.length - S} of {len(tokens)} tokens went before"
+        self.sa.crop(min(self.sa.length, end - 1))
+        new = (self.text + tokens)[self.sa.length:]
+        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k.dtype)
+        return self.forward(new, slice(self.sa.length, end), mask, 1)
+
     def draft(self, root, sampler):
         S = len(self.text)                                             # the root stands at position S
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
@@ -370,6 +384,9 @@ def train(cfg, target, run):
 # Self-check
 
 if __name__ == "__main__":
+    if sys.argv[1:]:                                                   # serve or split: client and server
+        from bench.remote import main
+        raise SystemExit(main(sys.argv[1:]))
     torch.manual_seed(0)
     target = GPT(GPTConfig(n_layer=2, n_embd=32, n_ffn=64, vocab_size=50, block_size=128)).double().eval()
     drafter = Drafter(Net(Config(), target).double(), target)

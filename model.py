@@ -642,17 +642,18 @@ def save_model(path, model, tokenizer, half=False, **meta):
     save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta}, half)
 
 
-def load_model(path, device="cpu", dtype=torch.float32):
-    """-> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or no backbone."""
+def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
+    """-> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or none of kinds (client: moa.py split)."""
     tensors, meta = load(path, "backbone", "run python train.py --method backbone")
-    if meta.get("kind") != "backbone":
+    if meta.get("kind") not in kinds:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
     try:
         model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
     except (KeyError, TypeError, ValueError) as e:
         fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
     load_weights(model, tensors, path, model_tensors(model))
-    model.fingerprint = fingerprint(model_tensors(model))
+    whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole
+    model.fingerprint = fingerprint(model_tensors(model)) if whole else meta["fingerprint"]
     return for_decoding(model.to(device, dtype)), tokenizer, meta
 
 

@@ -6,6 +6,11 @@ Decode with a method and watch it work.
 Text goes to stdout as it comes, figures to stderr. What comes out is the target's own text, whatever the method: --compare
 proves it on the spot by running plain decoding beside it. The one exception must be asked for and is named wherever it is
 used: --accept typical, Medusa's lossy acceptance.
+
+    python sample.py --method moa --server http://127.0.0.1:8765
+
+has the drafter here and the target on the other side of python moa.py serve; --method plain asks it for every token.
+Tokens written while the server was away are dim.
 """
 import codecs
 import os
@@ -15,7 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model import (arg, fail, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse, pick_device)
+from bench.remote import Client, Refused, Remote, Unreachable, keep_last
+from model import (arg, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
+                   pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 
@@ -70,9 +77,10 @@ def load_drafter(opt, target, method=None, hint=None):
     try:
         ids, cfg = tensors.get("head.ids"), method.Config(**meta["config"])            # ids: of a draft vocabulary
         net = method.Net(cfg, target) if ids is None else method.Net(cfg, target, ids)
-    except (TypeError, KeyError) as e:
+    except (TypeError, KeyError, AssertionError) as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
+    net.fingerprint = fingerprint(tensors)
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
     calibration = meta.get("calibration")
     try:
@@ -87,8 +95,8 @@ def make_sampler(opt, exact=False):
     return Sampler(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.share_noise, typical)
 
 
-def setup(opt):
-    """-> target, tokenizer, drafter, sampler for a command line."""
+def setup(opt, remote=False):
+    """-> target, tokenizer, drafter, sampler for a command line. remote: of the target just what a client has."""
     if opt.accept == "typical" and opt.method == "plain":
         fail("--accept typical is about drafts, and --method plain has none: name a drafter, or leave --accept out")
     device = pick_device(opt.device)
@@ -103,15 +111,19 @@ def setup(opt):
     path = os.path.join(opt.out, "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
-    target, tokenizer, _ = load_model(path, device, getattr(torch, dtype))
-    return target, tokenizer, load_drafter(opt, target), sampler
+    target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))
+    drafter = load_drafter(opt, target)
+    if remote:
+        keep_last(target, drafter.net.cfg.tli if drafter else 0)
+    return target, tokenizer, drafter, sampler
 
 
-def stream(opt, target, tokenizer, prompt, drafter, sampler):
+def stream(opt, target, tokenizer, prompt, drafter, sampler, client=None):
     """Print the text as it comes, whole characters only. Returns its tokens and Stats."""
-    colour = opt.show and sys.stdout.isatty()
+    colour, dim = opt.show and sys.stdout.isatty(), client and sys.stdout.isatty()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    steps, tokens = generate(target, prompt, opt.max_new_tokens, drafter, sampler, tokenizer.stops), []
+    decode = client.generate if client else generate
+    steps, tokens = decode(target, prompt, opt.max_new_tokens, drafter, sampler, tokenizer.stops), []
     try:
         while True:
             out = next(steps)
@@ -119,7 +131,8 @@ def stream(opt, target, tokenizer, prompt, drafter, sampler):
             for i, token in enumerate(out):
                 text = utf8.decode(tokenizer.decode_bytes([token]))
                 accepted = colour and i < len(out) - 1                 # the last token of a step is the target's own
-                sys.stdout.write(f"\033[32m{text}\033[0m" if accepted else text)
+                style = "\033[2m" if dim and client.alone else "\033[32m" if accepted else ""
+                sys.stdout.write(f"{style}{text}\033[0m" if style else text)
             sys.stdout.flush()
     except StopIteration as stop:
         sys.stdout.write(utf8.decode(b"", final=True) + "\n")
@@ -147,16 +160,22 @@ def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3)
 
 
 def main(argv=None):
-    opt, = parse(Options, argv=argv)
-    target, tokenizer, drafter, sampler = setup(opt)
+    opt, remote = parse(Options, Remote, argv=argv)
+    if remote.server and (opt.compare or opt.method not in ("moa", "plain")):
+        fail("--server works with --method moa or plain, and without --compare: the target is not here")
+    try:
+        client = Client(remote) if remote.server else None
+    except ValueError as e:
+        fail(str(e))
+    target, tokenizer, drafter, sampler = setup(opt, bool(client))
     text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
     chat = opt.chat and tokenizer.has_chat
     prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
     sys.stdout.write(text + "\n\n" if chat else text)
     sys.stdout.flush()
     try:
-        tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler)
-    except ValueError as e:
+        tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler, client)
+    except (ValueError, Refused, Unreachable) as e:
         print()
         fail(str(e))
     except FloatingPointError as e:
@@ -167,6 +186,9 @@ def main(argv=None):
           + ("; LOSSY: typical acceptance" + (", which at temperature 0 is exact" if not opt.temperature else "")
              if sampler.typical else ""), file=sys.stderr)
     print(f"tokens per forward: {histogram(stats.accepted)}", file=sys.stderr)
+    if client:
+        print(f"server: {stats.calls} calls, {sum(stats.accepted) / max(1, stats.calls):.2f} tokens each, {stats.up:,} bytes up and "
+              f"{stats.down:,} down, {stats.waiting:.2f} s waiting; {len(stats.offline)} tokens written without it", file=sys.stderr)
     if opt.compare and drafter:
         compare(target, prompt, drafter, sampler, tokens, opt, tokenizer)
 

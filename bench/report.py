@@ -152,7 +152,7 @@ def show(rows, by_category, trained, profile):
     categories = list(dict.fromkeys(r["category"] for r in by_category))
     if len(categories) > 1:
         names = [r["method"] for r in rows if r["method"] != "plain"]
-        print(f"\nspeed-up / tau     " + " ".join(f"{n:>17s}" for n in names))
+        print("\nspeed-up / tau     " + " ".join(f"{n:>17s}" for n in names))
         for c in categories:
             cells = {r["method"]: text(r["speedup"], "{:.2f}") + " / " + text(r["tau"], "{:.2f}") for r in by_category if r["category"] == c}
             print(f"{c:18s} " + " ".join(f"{cells[n]:>17s}" for n in names), flush=True)

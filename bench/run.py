@@ -33,7 +33,7 @@ import report
 import sample
 import self_speculative
 import train
-from model import arg, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, pick_device, to_hf
+from model import arg, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, to_hf
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete, parse_tree
 
