@@ -256,8 +256,9 @@ def damage(path, name):
         (path / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", ["no config", "broken config", "no weights", "pickle", "cut weights", "a tensor less", "another shape",
-                                  "no tokenizer", "broken tokenizer", "another family", "unknown family", "quantised", "remote code"])
+@pytest.mark.parametrize("name", ["no config", "broken config", "no weights", "pickle", "cut weights", "a tensor less",
+                                  "another shape", "no tokenizer", "broken tokenizer", "another family", "unknown family",
+                                  "quantised", "remote code"])
 def test_damaged_folders(name, chat_model, tmp_path, capsys):
     """Catches tracebacks, random weights in the place of missing ones, pickles that are opened and code that is run."""
     path = tmp_path / "model"
@@ -299,7 +300,8 @@ def test_pick_samples_the_nucleus():
     assert train.pick(z.expand(2, -1), 1.0, 1.0, u).max() < 600        # the ends of the interval too
 
 
-SCRIPTS = [[[1, 5, 6, 7], [9, 9, 8]], [[1, 5]], [[1, 5, 6, 7, 8, 9, 10], [4], [3, 3]], [[1, 5]], [[1, 6]], [[1, 7, 8]], [[1]], [[2, 2]]]
+SCRIPTS = [[[1, 5, 6, 7], [9, 9, 8]], [[1, 5]], [[1, 5, 6, 7, 8, 9, 10], [4], [3, 3]], [[1, 5]], [[1, 6]], [[1, 7, 8]], [[1]],
+           [[2, 2]]]
 
 
 def slowly(target, script, row, B, stops, limit, seed):
@@ -335,9 +337,9 @@ def test_written_text_is_what_the_model_says_token_by_token(longest, monkeypatch
         assert any(t[-1] in stops for t in texts)
 
 
-def own(path, backbone, *more, capsys=None):
-    train.main(["--backbone", backbone, "--out", str(path), "--data", "self", "--method", "medusa", "--device", "cpu", "--steps", "1",
-                "--batch-size", "2", "--self-tokens", "9000", *more])
+def own(path, backbone, *more):
+    train.main(["--backbone", backbone, "--out", str(path), "--data", "self", "--method", "medusa", "--device", "cpu",
+                "--steps", "1", "--batch-size", "2", "--self-tokens", "3000", *more])
     tensors, meta = M.load(os.path.join(path, "tiny-chat/self/text.safetensors"), "", "")
     return tensors["tokens"].tolist(), tensors["lengths"].tolist()
 
@@ -352,12 +354,15 @@ def test_own_text_is_kept_and_resumed(chat_model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
     monkeypatch.setattr(train, "write", counted)
+    monkeypatch.setattr(train, "LONGEST", 16)
     stop_at = 0
     whole = own(tmp_path / "whole", chat_model)
     batches = len(calls)
-    assert batches > 1 and sum(whole[1]) == len(whole[0]) >= 9000
+    assert batches > 1 and sum(whole[1]) == len(whole[0]) >= 3000
+    texts = [tuple(t.tolist()) for t in torch.tensor(whole[0]).split(whole[1])]
+    assert len(set(texts)) == len(texts), "a batch came twice"
     assert own(tmp_path / "whole", chat_model) == whole and len(calls) == batches, "written again"
-    assert own(tmp_path / "whole", chat_model, "--self-tokens", "4000") == whole and len(calls) == batches, "a part is there"
+    assert own(tmp_path / "whole", chat_model, "--self-tokens", "1500") == whole and len(calls) == batches, "a part is there"
     calls, stop_at = [], 2                                             # killed in the second batch ...
     with pytest.raises(KeyboardInterrupt):
         own(tmp_path / "killed", chat_model)
@@ -394,7 +399,8 @@ def test_own_text_begins_as_asked(chat_model, tmp_path):
 def test_the_most_frequent_tokens():
     """Catches rare tokens in the place of frequent ones, and an index that is out of order."""
     corpus = train.Corpus([("a", "x")])
-    corpus.train, corpus.tokenizer = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7], dtype=torch.int32), M.Tokenizer([b"%d" % i for i in range(10)])
+    corpus.train = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7], dtype=torch.int32)
+    corpus.tokenizer = M.Tokenizer([b"%d" % i for i in range(10)])
     assert corpus.frequent(3).tolist() == [2, 5, 9] and corpus.frequent(0) is None and corpus.frequent(11) is None
     assert corpus.frequent(6).tolist() == [0, 1, 2, 5, 7, 9]
 
@@ -461,9 +467,8 @@ def test_text_and_drafts_in_a_draft_vocabulary(kind, temperature):
     assert len(drafted) > 3 and drafted <= set(keep.tolist())
 
 
-@pytest.mark.parametrize("kind", train.METHODS)
-def test_a_perfect_guess_is_accepted_in_a_draft_vocabulary(kind):
-    """Catches rows and ids that do not belong together: the lm_head's reading of the right state must be the right token."""
+def test_rows_and_ids_of_a_draft_vocabulary_belong_together():
+    """Catches a map back that is not the inverse of the cut."""
     target, keep = tiny(), torch.tensor([1, 3, 4, 8, 9, 15, 17, 18, 20, 22])
     head = DraftHead(target, keep)
     z = torch.randn(50, 16, dtype=torch.float64)
@@ -485,13 +490,13 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
         train.main([*common, *more, "--method", kind, "--steps", "2", "--batch-size", "2"])
     assert f"--backbone {chat_model} --out {tmp_path}" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == ["tiny-chat"]
-    texts = set()
+    texts, ask = set(), ["--prompt", "the cat ", "--max-new-tokens", "30", "--temperature", "1"]
     for kind in ("plain", *kinds):
-        sample.main([*common, "--method", kind, "--prompt", "the cat ", "--max-new-tokens", "30", "--temperature", "1", "--compare"])
+        sample.main([*common, *ask, "--method", kind, "--compare"])
         got = capsys.readouterr()
         texts.add(got.out)
         assert kind == "plain" or "text identical" in got.err
-    sample.main([*common, "--method", "medusa", "--prompt", "the cat ", "--max-new-tokens", "30", "--temperature", "1", "--no-chat"])
+    sample.main([*common, *ask, "--method", "medusa", "--no-chat"])
     assert len(texts) == 1 and capsys.readouterr().out not in texts
     if "self" in more:
         tensors, meta = M.load(str(tmp_path / "tiny-chat/medusa/model.safetensors"), "", "")
@@ -505,8 +510,8 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
 def test_own_backbone_writes_its_own_text(trained, tmp_path, capsys):
     """Catches --data self that works for pretrained backbones only."""
     shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
-    train.main(["--out", str(tmp_path), "--data", "self", "--self-tokens", "3000", "--method", "medusa", "--steps", "2", "--device", "cpu",
-                "--draft-vocab", "50"])
+    train.main(["--out", str(tmp_path), "--data", "self", "--self-tokens", "3000", "--method", "medusa", "--steps", "2",
+                "--device", "cpu", "--draft-vocab", "50"])
     sample.main(["--out", str(tmp_path), "--max-new-tokens", "20", "--prompt", "the ", "--compare"])
     assert "text identical" in capsys.readouterr().err
 
@@ -523,7 +528,8 @@ def test_smollm2(tmp_path, capsys):
     prompt = tokenizer.chat(["What is the capital of France?"])
     where = dict(zip(("pretrained_model_name_or_path", "gguf_file"), os.path.split(meta["source"])))
     hf = transformers.AutoModelForCausalLM.from_pretrained(**where)
-    theirs = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), max_new_tokens=24, do_sample=False)
+    theirs = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), max_new_tokens=24,
+                         do_sample=False)
     text = complete(target, prompt, 24, eos=tokenizer.stops)[0]
     assert text == theirs[0, len(prompt):].tolist() and "Paris" in tokenizer.decode(text)
     common = ["--backbone", "smollm2", "--out", str(tmp_path), "--device", "cpu"]
