@@ -674,12 +674,14 @@ def find_pretrained(name):
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         fail(f"--backbone {name}: there is no such folder")
     import huggingface_hub
+    repo = SMOLLM2 if name == "smollm2" else name
     files = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                  ignore_patterns=["*/*", "consolidated*"])             # no other formats, no second copy of the weights
     for local in (True, False):                                        # what is cached is used without a look at the hub
         try:
-            folder = huggingface_hub.snapshot_download(SMOLLM2 if name == "smollm2" else name, local_files_only=local,
-                                                       etag_timeout=5, **files)
+            if not local:                                              # a hub that never answers: this gives up, the download not
+                huggingface_hub.HfApi().model_info(repo, timeout=5)
+            folder = huggingface_hub.snapshot_download(repo, local_files_only=local, etag_timeout=5, **files)
             if not local or glob.glob(os.path.join(folder, "*.safetensors")):
                 return folder, None
         except Exception as e:                                         # offline, unknown, gated, the HTTP library's own errors
