@@ -682,11 +682,14 @@ def find_pretrained(name):
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         fail(f"--backbone {name}: there is no such folder")
     import huggingface_hub
-    files = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], ignore_patterns=["*/*", "consolidated*"])
+    repo = SMOLLM2 if name == "smollm2" else name
+    files = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                 ignore_patterns=["*/*", "consolidated*"])             # no other formats, no second copy of the weights
     for local in (True, False):                                        # what is cached is used without a look at the hub
         try:
-            folder = huggingface_hub.snapshot_download(SMOLLM2 if name == "smollm2" else name, local_files_only=local,
-                                                       etag_timeout=5, **files)
+            if not local:                                              # a hub that never answers: this gives up, the download not
+                huggingface_hub.HfApi().model_info(repo, timeout=5)
+            folder = huggingface_hub.snapshot_download(repo, local_files_only=local, etag_timeout=5, **files)
             if not local or glob.glob(os.path.join(folder, "*.safetensors")):
                 return folder, None
         except Exception as e:                                         # offline, unknown, gated, the HTTP library's own errors
@@ -695,8 +698,8 @@ def find_pretrained(name):
     for folder in package.submodule_search_locations if package else ():
         for path in glob.glob(os.path.join(folder, "*.gguf")):
             return find_pretrained(path)
-    fail(f"--backbone {name}: neither in the hub's cache nor on the hub ({error}); what works without the hub: a folder in transformers' "
-         f"format, a GGUF file, or smollm2 after {INSTALL}")
+    fail(f"--backbone {name}: neither in the hub's cache nor on the hub ({error}); what works without the hub: a folder in "
+         f"transformers' format, a GGUF file, or smollm2 after {INSTALL}")
 
 
 def load_pretrained(name, device="cpu", dtype=torch.float32):
@@ -712,20 +715,21 @@ def load_pretrained(name, device="cpu", dtype=torch.float32):
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
-            fail(f"--backbone {name}: a {'quantised' if config.model_type in FAMILIES else config.model_type} model cannot be read; "
-                 f"{', '.join(FAMILIES)} in full precision can")
+            kind = "quantised" if config.model_type in FAMILIES else config.model_type
+            fail(f"--backbone {name}: a {kind} model cannot be read; {', '.join(FAMILIES)} in full precision can")
         hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         hf, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
                                                                      output_loading_info=True, **options)
     except Exception as e:                                             # a damaged file can raise anything
-        fail(f"--backbone {name} cannot be loaded ({first_line(e)}); it needs config.json, the tokenizer's files and *.safetensors")
+        fail(f"--backbone {name} cannot be loaded ({first_line(e)}); needed: config.json, the tokenizer's files, *.safetensors")
     if info["missing_keys"]:
         fail(f"--backbone {name}: its files lack {len(info['missing_keys'])} tensors, such as {min(info['missing_keys'])}")
     stops = [hf.config.eos_token_id, hf.generation_config.eos_token_id]
     tokenizer = PretrainedTokenizer(hf_tokenizer, {i for ids in stops for i in (ids if isinstance(ids, list) else [ids])})
     model = from_hf(hf, tokenizer.vocab_size, dtype)
     del hf
-    return for_decoding(model.to(device)), tokenizer, {"kind": "backbone", "finished": True, "source": os.path.join(folder, gguf) if gguf else folder}
+    meta = {"kind": "backbone", "finished": True, "source": os.path.join(folder, gguf) if gguf else folder}
+    return for_decoding(model.to(device)), tokenizer, meta
 
 
 def out_folder(out, backbone):

