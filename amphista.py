@@ -34,7 +34,7 @@ Differs  Only the abstract could be read and there is no public code, so each ch
          ours       learned position vectors, rmsnorm of the embedding, decay^k (Medusa's), a start at the target's
                     own lm_head reading, feed-forward layers only C wide (at the target's width a draft took 1.53 ms
                     instead of 1.40 and was accepted no further), lr, random anchors in training, exact acceptance
-Run      python train.py --method amphista     # 2 CPU cores, 70 s: head 1 right .279 of the time, tau 2.20 at 8 nodes
+Run      python train.py --method amphista     # 2 CPU cores, 66 s: head 1 right .284 of the time, tau 2.28 at 8 nodes
          python sample.py --method amphista --compare
 """
 from dataclasses import dataclass, replace

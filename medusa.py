@@ -32,7 +32,7 @@ Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) cha
          Medusa-2 trains all weights of a copy of the target, with AdamW, not LoRA on a quantised one. Its two stages are
          one run with one schedule. --ramp raises the weight of the heads' loss, as eq. 2 and the authors' trainer have it;
          the text speaks of the backbone's.
-Run      python train.py --method medusa       # 2 CPU cores, 68 s: head 1 right .136 of the time, tau 1.81 at 8 nodes
+Run      python train.py --method medusa       # 2 CPU cores, 61 s: head 1 right .136 of the time, tau 1.74 at 8 nodes
          python sample.py --method medusa --compare
          python train.py --method medusa --recipe 2 && python sample.py --method medusa --out out/medusa2 --compare
 """

@@ -48,6 +48,9 @@ class Options:
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
     nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
+    groups: int = arg(-1, "Hidden Transfer: nodes that carry pseudo states in the verifying forward (-1 = its default)", low=-1)
+    depth: int = arg(0, "MoA: levels of the tree (0 = its default)")
+    breadth: int = arg(0, "MoA: nodes run in a level, and children that each proposes (0 = as trained)")
     share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
     out: str = arg("out", "folder of checkpoints, as train.py wrote it; drafters of --backbone gpt2 are in OUT/gpt2")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
@@ -85,7 +88,10 @@ def load_drafter(opt, target, method=None, hint=None):
     calibration = meta.get("calibration")
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), calibration and accuracy(calibration), nodes)
-        return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor)
+        own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
+        return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor, **own)
+    except TypeError:
+        fail(f"--{' and --'.join(own)} cannot be used with --method {opt.method}")
     except ValueError as e:
         fail(str(e))
 

@@ -1,8 +1,8 @@
 r"""
 Do Hidden Transfer's pseudo states come closer to the real ones on their way up? (The paper has such a figure.)
 
-    python train.py --method hidden_transfer --layers 0 --out out/ht0      # made at the bottom: all layers can be seen
-    python bench/by_layer.py --checkpoint out/ht0/hidden_transfer --png by_layer.png
+    python train.py --method hidden_transfer --layers 0        # made at the bottom, so that all layers can be seen
+    python bench/by_layer.py --png by_layer.png
 
 For state k at the input of each block: its mean cosine with the real state of the token that it stands for, and how often the
 target's norm and lm_head, put right there, read the right token from it. Held-out text. The last line is JSON.

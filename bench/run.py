@@ -56,6 +56,9 @@ class Options:
     tree: str = arg("best", "as for sample.py")
     nodes: int = arg(0, "as for sample.py")
     floor: float = arg(sample.Options.floor, "as for sample.py")
+    groups: int = arg(-1, "for Hidden Transfer, as for sample.py", low=-1)
+    depth: int = arg(0, "for MoA and EAGLE-2, as for sample.py")
+    breadth: int = arg(0, "for MoA and EAGLE-2, as for sample.py")
     share_noise: bool = arg(True, "as for sample.py")
     out: str = arg("out", "folder of checkpoints")
     backbone: str = arg("", "as for sample.py")
@@ -123,6 +126,8 @@ def load_method(name, opt, target):
         except ValueError as e:
             fail(str(e))
     common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "device", "dtype")}
+    own = dict(hidden_transfer=["groups"], moa=["depth", "breadth"], eagle2=["depth", "breadth"]).get(name, [])
+    common |= {k: getattr(opt, k) for k in own}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
     path, n = os.path.join(out_folder(opt.out, opt.backbone), name, "model.safetensors"), train.count(drafter.net)
