@@ -16,7 +16,8 @@ COMMANDS = sorted({part.split("#")[0].strip() for block in BLOCKS for line in bl
 BACKBONE = "--n-layer 1 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --first-length 32 " \
            "--steps 3 --batch-size 2"
 DRAFTER = "--steps 3 --batch-size 2"
-TINY = {"sample.py": "--max-new-tokens 8 --prompt a", "bench/run.py": "--prompts 1 --prompt-tokens 8 --new-tokens 8",
+TINY = {"bench/typical.py": "--prompts 1 --prompt-tokens 8 --new-tokens 8", "bench/by_layer.py": "--batches 1",
+        "sample.py": "--max-new-tokens 8 --prompt a", "bench/run.py": "--prompts 1 --prompt-tokens 8 --new-tokens 8",
         "bench/network.py": "--rtts 1 --prompts 1 --prompt-tokens 8 --new-tokens 8 --distances 1,9 --texts 1 --guessed 8"}
 
 
@@ -35,7 +36,7 @@ def test_commands_run(command, trained, text_file, tmp_path):
         more = f"--data {text_file} --device cpu " + (
             BACKBONE if "backbone" in words else DRAFTER if "--method" in words else "--minutes 0.01")
     out = tmp_path if words[0] == "train.py" and "backbone" in words else trained
-    if words[0] in ("train.py", "sample.py", "bench/run.py", "bench/network.py"):
+    if words[0] in ("train.py", "sample.py") or words[0].startswith("bench/"):
         more += f" --out {out}"
     if words[0].startswith("bench/"):
         more += f" --data {text_file}"
