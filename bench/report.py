@@ -185,7 +185,7 @@ def write(path, result):
                          [max(0.0, high - r["speedup"]) for r, (_, high) in zip(rows, ends)]]
                 ax.bar([r["method"] for r in rows], [r["speedup"] for r in rows], yerr=error, capsize=3)
                 ax.axhline(1, color="black", linewidth=0.8)
-                ax.tick_params(axis="x", rotation=30)
+                plt.setp(ax.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
                 ax.set_ylabel("speed-up over plain decoding")
             elif what == "accepted":
                 for r in drawn:
