@@ -87,7 +87,7 @@ def attend(q, k, v, mask=None, causal=False):
     if mask is not None:
         mask = mask.repeat(*[1] * (mask.dim() - 2), H // G, 1)                           # (.., H/G * T, S)
     y = F.scaled_dot_product_attention(q.reshape(B, G, H // G * T, D), k, v, attn_mask=mask)
-    return y.view(B, H, T, D)
+    return y.reshape(B, H, T, D)
 
 
 class Attention(nn.Module):
