@@ -61,11 +61,22 @@ class Options:
                      choices=["auto", "float32", "bfloat16", "float16", "float64"])
 
 
+WEIGHTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "weights")
+
+
+def checkpoints(opt):
+    """The folder of the checkpoints: OUT (or OUT/gpt2, ...), or weights/ as long as the default OUT has none of its own."""
+    own, ours = out_folder(opt.out, opt.backbone), out_folder(WEIGHTS, opt.backbone)
+    wanted = opt.method if opt.backbone else "backbone"
+    missing = opt.out == Options.out and not os.path.exists(os.path.join(own, wanted))
+    return ours if missing and os.path.exists(os.path.join(ours, wanted)) else own
+
+
 def load_drafter(opt, target, method=None, hint=None):
     """The drafter of --method (a module; default: METHODS' own) from its checkpoint, or None for plain decoding."""
     if opt.method == "plain":
         return None
-    method, path = method or METHODS[opt.method], opt.checkpoint or os.path.join(out_folder(opt.out, opt.backbone), opt.method)
+    method, path = method or METHODS[opt.method], opt.checkpoint or os.path.join(checkpoints(opt), opt.method)
     if not path.endswith(".safetensors"):
         path = os.path.join(path, "model.safetensors")
     hint = (hint or f"run python train.py --method {opt.method}") + "".join(f" --{k} {v}" for k in ("backbone", "out")
@@ -114,7 +125,7 @@ def setup(opt, remote=False):
     if opt.backbone:
         target, tokenizer, _ = load_pretrained(opt.backbone, device, getattr(torch, dtype))
         return target, tokenizer, load_drafter(opt, target), sampler
-    path = os.path.join(opt.out, "backbone", "model.safetensors")
+    path = os.path.join(checkpoints(opt), "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
     target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))

@@ -343,12 +343,13 @@ def split(argv):
     """python moa.py split"""
     opt, = parse(Split, argv=argv)
     import sample
-    target, tokenizer, _, _ = sample.setup(sample.Options(method="moa", out=opt.out, device="cpu", dtype="float32"), remote=True)
-    save(os.path.join(opt.to, "backbone", "model.safetensors"), model_tensors(target),
+    opt, to = sample.Options(method="moa", out=opt.out, device="cpu", dtype="float32"), opt.to
+    target, tokenizer, _, _ = sample.setup(opt, remote=True)
+    save(os.path.join(to, "backbone", "model.safetensors"), model_tensors(target),
          {"kind": "client", "config": asdict(replace(target.cfg, n_layer=len(target.blocks))), "tokenizer": tokenizer.to_dict(),
           "fingerprint": target.fingerprint})
-    save(os.path.join(opt.to, "moa", "model.safetensors"), *load(os.path.join(opt.out, "moa", "model.safetensors"), "", ""))
-    print(f"{sum(map(torch.numel, model_tensors(target).values())):,} of the target's parameters and the drafter -> {opt.to}")
+    save(os.path.join(to, "moa", "model.safetensors"), *load(os.path.join(sample.checkpoints(opt), "moa", "model.safetensors"), "", ""))
+    print(f"{sum(map(torch.numel, model_tensors(target).values())):,} of the target's parameters and the drafter -> {to}")
 
 
 def keep_last(target, N):

@@ -130,7 +130,8 @@ def load_method(name, opt, target):
     common |= {k: getattr(opt, k) for k in own}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
-    path, n = os.path.join(out_folder(opt.out, opt.backbone), name, "model.safetensors"), train.count(drafter.net)
+    folder = sample.checkpoints(sample.Options(method=name, out=opt.out, backbone=opt.backbone))
+    path, n = os.path.join(folder, name, "model.safetensors"), train.count(drafter.net)
     metrics = load(path, "checkpoint", "")[1]["metrics"]
     return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
                          training_seconds=metrics.get("seconds"), checkpoint=fingerprint(drafter.net.state_dict()))

@@ -1,0 +1,50 @@
+"""weights/: every file is the one of the manifest, fits its backbone, and is as good as the manifest says."""
+import hashlib
+import json
+import os
+
+import pytest
+
+import sample
+from model import load, load_model
+from train import METHODS, mean_tau
+from tree import complete
+
+with open(os.path.join(sample.WEIGHTS, "manifest.json"), encoding="utf-8") as f:
+    MANIFEST = json.load(f)
+
+
+def test_nothing_is_missing_or_too_much():
+    """Catches a file that the manifest does not know, one that is not there, and a folder that grows."""
+    there = {os.path.relpath(os.path.join(folder, name), sample.WEIGHTS).replace(os.sep, "/")
+             for folder, _, names in os.walk(sample.WEIGHTS) for name in names if name.endswith(".safetensors")}
+    assert there == set(MANIFEST["files"]) and {f"{m}/model.safetensors" for m in ("backbone", *METHODS)} <= there
+    assert sum(entry["bytes"] for entry in MANIFEST["files"].values()) < 50e6
+
+
+@pytest.mark.parametrize("path", MANIFEST["files"])
+def test_hashes(path):
+    """Catches a file that was changed, or whose entry was forgotten."""
+    with open(os.path.join(sample.WEIGHTS, path), "rb") as f:
+        assert hashlib.sha256(f.read()).hexdigest() == MANIFEST["files"][path]["sha256"]
+    _, meta = load(os.path.join(sample.WEIGHTS, path), "", "")
+    assert meta["kind"] == path.split("/")[-2] and meta["finished"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_taus(method):
+    """Catches weights that no longer fit the code: another tau, or another text, on the manifest's prompts."""
+    target, _, _ = load_model(os.path.join(sample.WEIGHTS, "backbone", "model.safetensors"))
+    drafter = sample.load_drafter(sample.Options(method=method, out=sample.WEIGHTS, nodes=MANIFEST["nodes"]), target)
+    prompts, n = MANIFEST["prompts"], MANIFEST["new_tokens"]
+    assert mean_tau(target, drafter, prompts, n) == pytest.approx(MANIFEST["files"][f"{method}/model.safetensors"]["tau_T0"], rel=0.05)
+    assert complete(target, prompts[0], n, drafter)[0] == complete(target, prompts[0], n)[0]
+
+
+def test_own_training_comes_first(tmp_path, monkeypatch):
+    """Catches weights/ in the way of what the user has trained, and a fresh clone without anything to run."""
+    monkeypatch.chdir(tmp_path)
+    assert sample.checkpoints(sample.Options()) == sample.WEIGHTS
+    assert sample.checkpoints(sample.Options(out="elsewhere")) == "elsewhere"
+    (tmp_path / "out" / "backbone").mkdir(parents=True)
+    assert sample.checkpoints(sample.Options()) == "out"
