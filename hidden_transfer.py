@@ -57,7 +57,7 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Hidden Transfer: pseudo states of the next K tokens on a frozen target."""
-    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1)
+    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1, high=1000)
     layers: str = arg("", "block at whose input the states are made: one for all, such as 3, or one each, such as "
                           "2,2,3,3; empty = three quarters up")
     source: str = arg("anchor", "made from the anchor, or from the state before it", choices=["anchor", "previous"])
@@ -68,7 +68,7 @@ class Config:
     decay: float = arg(0.8, "state k weighs decay^k in the loss")
     anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
     steps: int = arg(260, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 

@@ -62,8 +62,8 @@ from tree import Sampler, Tree, complete
 @dataclass
 class Config:
     """Mixture of Attentions on a frozen target."""
-    depth: int = arg(4, "K, levels of the tree", low=1)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1)
+    depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1, high=1000)
     tli: int = arg(1, "N, last layers of the target that the drafter runs too; 0 = none")
     mlp: int = arg(0, "feed-forward width of SA and CA; 0 = 1.5 C (the authors')")
     lsa_mlp: int = arg(256, "feed-forward width of LSA; 0 = 1.5 x its input (the authors')")
@@ -77,7 +77,7 @@ class Config:
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
     steps: int = arg(220, "optimiser steps", low=1)
-    batch_size: int = arg(4, "sequences in a step", low=1)
+    batch_size: int = arg(4, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 

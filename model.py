@@ -20,6 +20,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import struct
 import sys
 import argparse
@@ -35,15 +36,19 @@ from safetensors.torch import load_file, save_file
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 
-def arg(default, help, low=0, choices=None):
-    """A dataclass field that is also a command line option: a number of at least low, or one of choices."""
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+def arg(default, help, low=0, choices=None, high=None):
+    """A dataclass field that is also a command line option: a number from low to high (None: what fits), or one of choices."""
+    high = high or (2**31 - 1 if isinstance(default, int) else sys.float_info.max)
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices, "high": high})
+
+
+DTYPES = ["auto", "float32", "bfloat16", "float16", "float64"]         # choices of --dtype
 
 
 @dataclass
 class GPTConfig:
     """Shape of the backbone."""
-    n_layer: int = arg(4, "number of blocks", low=1)
+    n_layer: int = arg(4, "number of blocks", low=1, high=1000)
     n_head: int = arg(4, "query heads", low=1)
     n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention", low=1)
     n_embd: int = arg(256, "C, channels", low=2)
@@ -565,8 +570,22 @@ class PretrainedTokenizer:
 
 def fail(message):
     """End on an error the user can mend: one clear line, exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+def command(main, *args):
+    """Run a command line's main: Ctrl-C is no error, and what no option could have foreseen gets its line too."""
+    try:
+        return main(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+    except FloatingPointError as e:                                    # NaN, in a text that is being written
+        fail(e)
+    except (MemoryError, RuntimeError) as e:
+        if not re.search("alloc|out of memory|overflow", f"{type(e).__name__} {e}", re.I):
+            raise
+        fail(f"not enough memory for these options ({first_line(e)}): smaller ones may fit")
 
 
 def fingerprint(tensors):
@@ -745,6 +764,10 @@ def parse(*configs, argv=None, defaults=None):
     p = argparse.ArgumentParser(description=configs[0].__doc__, allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.error = fail
+    try:
+        "".join(sys.argv if argv is None else argv).encode()
+    except UnicodeEncodeError:
+        fail("an option is not valid UTF-8 text")
     for f in (f for c in configs for f in fields(c)):
         kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
             type=f.type, choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.type.__name__)
@@ -752,8 +775,10 @@ def parse(*configs, argv=None, defaults=None):
                        help=f.metadata["help"].replace("%", "%%"), **kind)
     args = vars(p.parse_args(argv))
     for f in (f for c in configs for f in fields(c)):
-        if f.type in (int, float) and not f.metadata["low"] <= args[f.name] < math.inf:
-            fail(f"--{f.name.replace('_', '-')} must be {f.metadata['low']} or more, not {args[f.name]}")
+        low, high = f.metadata["low"], f.metadata["high"]
+        if f.type in (int, float) and not low <= args[f.name] <= high:
+            more = f"{low} or more" if not args[f.name] > high or math.isinf(args[f.name]) else f"at most {high}"
+            fail(f"--{f.name.replace('_', '-')} must be {more}, not {args[f.name]}")
     try:
         return [c(**{f.name: args[f.name] for f in fields(c)}) for c in configs]
     except ValueError as e:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
-from model import (arg, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
+from model import (DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
                    pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
@@ -40,25 +40,24 @@ class Options:
     temperature: float = arg(0.0, "0 is greedy; 1 samples from the model's own distribution")
     top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
     top_p: float = arg(1.0, "sample among the likeliest tokens that hold this much probability (1 = off)")
-    seed: int = arg(0, "same seed, same text, with any method")
+    seed: int = arg(0, "same seed, same text, with any method", high=2**64 - 1)
     accept: str = arg("exact", "typical = Medusa's LOSSY acceptance: faster, but no sample of the model's distribution",
                       choices=["exact", "typical"])
     epsilon: float = arg(0.09, "typical accepts a token of probability p if p > min(epsilon, delta * exp(-entropy))")
     delta: float = arg(0.3, "see epsilon; the paper sets it to the square root of epsilon")
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
-    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
+    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)", high=4096)
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
     groups: int = arg(-1, "Hidden Transfer: nodes that carry pseudo states in the verifying forward (-1 = its default)", low=-1)
-    depth: int = arg(0, "MoA: levels of the tree (0 = its default)")
-    breadth: int = arg(0, "MoA: nodes run in a level, and children that each proposes (0 = as trained)")
+    depth: int = arg(0, "MoA: levels of the tree (0 = its default)", high=4096)
+    breadth: int = arg(0, "MoA: nodes run in a level, and children that each proposes (0 = as trained)", high=4096)
     share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
     out: str = arg("out", "folder of checkpoints, as train.py wrote it; drafters of --backbone gpt2 are in OUT/gpt2")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
-                     choices=["auto", "float32", "bfloat16", "float16", "float64"])
+    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
 
 def load_drafter(opt, target, method=None, hint=None):
@@ -184,8 +183,6 @@ def main(argv=None):
     except (ValueError, Refused, Unreachable) as e:
         print()
         fail(str(e))
-    except FloatingPointError as e:
-        fail(str(e))
     why = {"eos": "end of text", "budget": "--max-new-tokens", "context": f"the context of {target.cfg.block_size} tokens is full"}
     print(f"\n{opt.method}: {len(tokens)} tokens in {len(stats.accepted)} target forwards, tau {stats.tau:.2f}, "
           f"{stats.tokens_per_second:.0f} tokens/s, stopped by {why[stats.stop]}"
@@ -200,7 +197,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130)
+    command(main)

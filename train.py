@@ -39,7 +39,7 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_pretrained, load_weights, out_folder, parse,
+from model import (GPT, GPTConfig, Tokenizer, arg, command, fail, load, load_model, load_pretrained, load_weights, out_folder, parse,
                    pick_device, save, save_model)
 from tree import complete
 
@@ -72,7 +72,7 @@ class Options:
 class BackboneConfig(GPTConfig):
     """The backbone and its training."""
     steps: int = arg(1500, "optimiser steps", low=1)
-    batch_size: int = arg(2, "sequences of block_size tokens in a step (or more of them, shorter)", low=1)
+    batch_size: int = arg(2, "sequences of block_size tokens in a step (or more of them, shorter)", low=1, high=2**20)
     accumulate: int = arg(1, "split a step into this many forward passes, to save memory", low=1)
     first_length: int = arg(128, "sequences start this short, and as many more of them, until two thirds of the training", low=1)
     lr: float = arg(0.02, "peak learning rate of the matrices (Muon)")
@@ -162,7 +162,7 @@ class Corpus:
         if len(self.train) < T + 1:
             fail(f"the training text has {len(self.train)} tokens, a sequence needs {T + 1}: give more --data")
         at = torch.randint(len(self.train) - T + 1, (B,), generator=torch.Generator().manual_seed(seed))
-        return torch.stack([self.train[i:i + T] for i in at]).long()
+        return self.train[at[:, None] + torch.arange(T)].long()
 
     def val_batches(self, B, T, n):
         """At most n batches of held-out text, side by side; the same every time."""
@@ -353,7 +353,7 @@ class Run:
         eval_at = math.floor(self.progress() * 10) + 1
         module.train()
         try:
-            while self.progress() < 1 and not self.stop:
+            while (self.progress() < 1 or not self.step) and not self.stop:
                 for o, lrs in zip(optimisers, peak):
                     for g, lr in zip(o.param_groups, lrs):
                         g["lr"] = lr * self.schedule()
@@ -424,9 +424,13 @@ class Run:
         text += "".join(f" | {k.replace('_', ' ')} {v:.3f}" for k, v in more.items())
         say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
         if rank() == 0:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with open(os.path.join(self.opt.out, self.kind, "log.jsonl"), "a") as f:
-                f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            log = os.path.join(self.opt.out, self.kind, "log.jsonl")
+            try:
+                os.makedirs(os.path.dirname(log), exist_ok=True)
+                with open(log, "a") as f:
+                    f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            except OSError as e:
+                fail(f"cannot write {log}: {e}; --resume goes on from the last checkpoint")
         self.seen, self.last = [], (self.step, time.perf_counter())
 
     def save(self):
@@ -711,7 +715,4 @@ def describe(run):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130)
+    command(main)

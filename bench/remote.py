@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import safetensors.torch
 import torch
 
-from model import arg, fail, load, model_tensors, parse, save
+from model import DTYPES, arg, command, fail, load, model_tensors, parse, save
 from tree import Sampler, Stats, Tree, tree_mask, walk
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -100,14 +100,13 @@ class Serve:
     sessions: int = arg(16, "texts in work at a time; one more throws out the one that was idle longest", low=1)
     memory_mb: int = arg(1024, "memory for their caches, likewise", low=1)
     idle: float = arg(600.0, "seconds until an idle session is dropped")
-    nodes: int = arg(128, "most nodes of a tree, root included", low=1)
+    nodes: int = arg(128, "most nodes of a tree, root included", low=1, high=4096)
     connections: int = arg(64, "connections at a time", low=1)
     timeout: float = arg(20.0, "seconds for a request to come in, or for an answer to be taken", low=0.05)
     out: str = arg("out", "folder of checkpoints, as train.py wrote it")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
-                     choices=["auto", "float32", "bfloat16", "float16", "float64"])
+    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -555,11 +554,8 @@ class Client:
 # Main
 
 def main(argv):
-    """What follows python moa.py. Returns the exit status."""
+    """What follows python moa.py."""
     commands = {"serve": serve, "split": split}
     if argv[0] not in commands:
         fail(f"python moa.py takes nothing (a self-check), serve or split, not {argv[0]}")
-    try:
-        return commands[argv[0]](argv[1:])
-    except KeyboardInterrupt:
-        return 130
+    return command(commands[argv[0]], argv[1:])
