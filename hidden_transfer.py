@@ -238,9 +238,10 @@ class Drafter:
                 stay[tree.parent[i]] -= tree.value[i]
         return sorted(sorted(range(N), key=lambda i: -stay[i])[:self.groups])
 
-    def ride(self, target, idx, pos, mask, cache, tree):
+    def ride(self, target, idx, pos, mask, cache, tree, ends=None):
         """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
-        net, N, S, ends = self.net, idx.size(1), cache.length, self.likely_ends(idx.size(1), tree)
+        net, N, S, real_rows = self.net, idx.size(1), cache.length, (target, idx, pos, mask, cache, tree)
+        ends = self.likely_ends(N, tree) if ends is None else ends
         self.tree, self.ends, self.states = tree, ends, {}
         x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
         at = torch.tensor(ends, device=x.device)
@@ -252,7 +253,10 @@ class Drafter:
             mask = torch.cat((torch.from_numpy(real).to(look.device), look))
         for l, x in net(target, x, lambda l, x: x.index_select(1, at) if ends else None, pos, mask, cache):
             self.states[l] = x                                         # (1, N + pseudo rows, C)
-        return target.norm(x[:, :N])                                   # pseudo keys, behind the nodes', go unkept
+        hidden = target.norm(x[:, :N])                                 # pseudo keys, behind the nodes', go unkept
+        if ends and hidden.isnan().any():                              # no mask hides a NaN or an infinity: once more without
+            return self.ride(*real_rows, [])
+        return hidden
 
     def observe(self, tokens, hidden, cache):
         end = len(tokens) - 1                                          # the row of the last committed token

@@ -49,15 +49,15 @@ DTYPES = ["auto", "float32", "bfloat16", "float16", "float64"]         # choices
 class GPTConfig:
     """Shape of the backbone."""
     n_layer: int = arg(4, "number of blocks", low=1, high=1000)
-    n_head: int = arg(4, "query heads", low=1)
+    n_head: int = arg(4, "query heads", low=1, high=2**16)
     n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention", low=1)
-    n_embd: int = arg(256, "C, channels", low=2)
-    n_ffn: int = arg(688, "width of the feed-forward layer", low=1)
-    vocab_size: int = arg(2048, "V, size of the vocabulary", low=2)
-    block_size: int = arg(512, "longest text in tokens, prompt included", low=2)
+    n_embd: int = arg(256, "C, channels", low=2, high=2**16)
+    n_ffn: int = arg(688, "width of the feed-forward layer", low=1, high=2**18)
+    vocab_size: int = arg(2048, "V, size of the vocabulary", low=2, high=2**20)
+    block_size: int = arg(512, "longest text in tokens, prompt included", low=2, high=2**22)
     style: str = arg("llama", "which family", choices=["llama", "gpt2"])
     tied: bool = arg(True, "lm_head is the embedding matrix")
-    head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head")
+    head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head", high=2**16)
     qkv_bias: bool = arg(False, "biases on queries, keys and values (gpt2 always has them)")
     rope_theta: float = arg(10000.0, "base of the rotary frequencies")
     eps: float = arg(1e-5, "epsilon of the norms")
@@ -610,6 +610,8 @@ def save(path, tensors, meta, half=False):
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed while it wrote
+            os.remove(left)
         save_file(tensors, tmp, metadata={"meta": text})
         os.replace(tmp, path)
         with open(tmp, "w") as f:

@@ -399,8 +399,6 @@ class Run:
             return
         train = torch.stack(self.seen).mean().item()                   # only here does training wait for the device
         now = time.perf_counter()
-        if not math.isfinite(train):
-            fail(f"{self.kind}: the loss is {train} before step {self.step}: lower --lr; {self.path} keeps the last good state")
         speed = (self.step - self.last[0]) * self.cfg.batch_size * self.T * self.world / (now - self.last[1])
         self.module.eval()
         with torch.no_grad(), self.amp, torch.random.fork_rng(devices=[]):         # a look at the model changes nothing
@@ -408,6 +406,9 @@ class Run:
             parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 4)]
         self.module.train()
         val = sum(float(p[0]) for p in parts) / len(parts)
+        if not math.isfinite(train + val):
+            fail(f"{self.kind}: the loss is {train if math.isfinite(val) else val} before step {self.step}: lower --lr; {self.path} keeps "
+                 "the last good state")
         top1 = [round(float(a), 4) for a in torch.stack([p[1] for p in parts]).mean(0)] if len(parts[0][1]) else []
         more = {k: round(sum(float(p[2][k]) for p in parts) / len(parts), 4) for k in (parts[0][2] if len(parts[0]) > 2 else ())}
         spent = self.elapsed + now - self.since

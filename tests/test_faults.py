@@ -1,17 +1,30 @@
 """Nothing lost, nobody let in: nonsense options, bad files, killed trainings, full disks, weights that are not numbers."""
+import copy
 import dataclasses
+import errno
+import glob
 import io
+import json
 import os
+import pickle
 import random
+import re
+import resource
+import shutil
 import signal
+import struct
 import sys
+import time
+import traceback
 
 import pytest
+import torch
+from safetensors.torch import save as safetensors_bytes
 
-import hidden_transfer
+import model
 import sample
 import train
-from model import command
+from model import command, load, load_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "bench"))
@@ -78,7 +91,9 @@ def cases():
     for name, (main, configs, base) in PROGRAMS.items():
         for f in (f for c in configs for f in dataclasses.fields(c)):
             for value in NONSENSE[f.type]:
-                if "minutes" in f.name and value in ("1e300", "2"):    # would take that long
+                if "minutes" in f.name and value in ("1e300", "2") or f.name == "steps" and value == "2147483647":
+                    continue                                           # would take that long, as asked
+                if (f.name, value) == ("device", "é\udcff"):           # a real stderr can show that, pytest's cannot
                     continue
                 yield name, f.name, value
 
@@ -104,3 +119,323 @@ def try_option(capsys, trained, text_file, case):
     if any(f.name == "data" for c in configs for f in dataclasses.fields(c)):
         argv += ["--data", text_file]
     return attempt(capsys, main, [*argv, f"--{field.replace('_', '-')}={value}"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed trainings and full disks
+
+TRAIN = {                                                              # small trainings, and the folders that they write
+    "backbone": (["--method", "backbone", *SIZES, "--steps", 12, "--batch-size", 2], ["backbone"]),
+    "medusa": (["--method", "medusa", "--steps", 12, "--batch-size", 2], ["medusa"]),
+    "medusa 2": (["--method", "medusa", "--recipe", 2, "--steps", 12, "--batch-size", 2], ["medusa2/backbone", "medusa2/medusa"]),
+}
+
+
+def in_child(out, argv, text_file, wait=None, before=lambda: None):
+    """
+    train.py in a process of its own, which saves before every step, killed after wait seconds (None: never).
+    -> its status (None if it was killed), and its standard error.
+    """
+    pid = os.fork()
+    if not pid:                                                        # a fork has torch in memory already
+        status = 1
+        try:
+            log = os.open(f"{out}/stderr", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(log, 2), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            schedule = train.Run.schedule
+            train.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
+                                               setattr(self, "saved", self.step), schedule(self))[-1]
+            before()
+            command(train.main, [str(a) for a in [*argv, "--out", out, "--data", text_file, *CPU]])
+            status = 0
+        except SystemExit as e:
+            status = e.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            os.write(2, sys.stderr.getvalue().encode() if isinstance(sys.stderr, io.StringIO) else b"")
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    if wait is not None:
+        time.sleep(wait)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    return (None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)), open(f"{out}/stderr").read()
+
+
+def unbroken(name, trained, text_file, out):
+    """-> files of a training that nothing disturbed, as bytes-for-bytes comparable weights, and the seconds it took."""
+    argv, folders = TRAIN[name]
+    shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
+    begin = time.perf_counter()
+    status, err = in_child(str(out), argv, text_file)
+    assert status == 0, err
+    return time.perf_counter() - begin
+
+
+def same_weights(a, b, folders):
+    for folder in folders:
+        x, y = (load_file(os.path.join(o, folder, "model.safetensors")) for o in (a, b))
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x), folder
+        x, y = (load(os.path.join(o, folder, "model.safetensors"), "", "")[1]["metrics"] for o in (a, b))
+        assert x["val_loss"] == y["val_loss"] and x["step"] == y["step"]
+
+
+def whole_files(out, folders):
+    """Whatever a checkpoint's name stands for is whole. -> how many there are."""
+    paths = [os.path.join(out, f, n + ".safetensors") for f in folders for n in ("model", "resume")]
+    return len([load(path, "", "") for path in paths if os.path.exists(path)])
+
+
+def kill_and_resume(name, kills, trained, text_file, tmp_path, seed):
+    argv, folders = TRAIN[name]
+    seconds = unbroken(name, trained, text_file, tmp_path / "whole")
+    rng, done, found = random.Random(seed), 0, 0
+    while done < kills:
+        out = tmp_path / f"killed{done}"
+        shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
+        if name == "backbone":
+            shutil.rmtree(out / "backbone")
+            out.mkdir(exist_ok=True)
+        for _ in range(rng.randint(1, 4)):                             # killed, resumed, killed, ...
+            status, err = in_child(str(out), [*argv, "--resume"], text_file, rng.uniform(0.1, 1) * seconds)
+            assert status in (None, 0), err
+            done += status is None
+            found += whole_files(out, folders)
+        status, err = in_child(str(out), [*argv, "--resume"], text_file)
+        assert status == 0, err
+        same_weights(tmp_path / "whole", out, folders)
+        assert not glob.glob(str(out / "**" / "*.tmp*"), recursive=True), "a killed run's halves stay behind"
+        shutil.rmtree(out)
+    assert found > kills / 2, "the kills came before anything was written"
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_killed_training_goes_on(name, trained, text_file, tmp_path):
+    """Half a checkpoint under a checkpoint's name; files of Medusa-2 that do not fit; a resumed run that ends elsewhere."""
+    kill_and_resume(name, 3, trained, text_file, tmp_path, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRAIN)
+def test_many_killed_trainings_go_on(name, trained, text_file, tmp_path):
+    """The same, sixty times."""
+    kill_and_resume(name, 60, trained, text_file, tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", ["backbone", "medusa 2"])
+def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path):
+    """A write that stops short at any place: a traceback, a checkpoint cut off, a run that cannot go on with more room."""
+    argv, folders = TRAIN[name]
+    unbroken(name, trained, text_file, tmp_path / "whole")
+    out = tmp_path / "full"
+    shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
+    rng = random.Random(0)
+    for n in (1, 3, 6):                                                # the n-th file is the one that does not fit
+        def before():
+            write, left = model.save_file, [n]
+
+            def full(tensors, path, **more):
+                left[0] -= 1
+                write(tensors, path, **more)
+                if left[0] <= 0:
+                    os.truncate(path, rng.randrange(os.path.getsize(path)))
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            model.save_file = full
+        status, err = in_child(str(out), [*argv, "--resume"], text_file, before=before)
+        assert status == 2 and err.splitlines()[-1].startswith("error: cannot write"), err
+        assert "No space left" in err and "Traceback" not in err and not glob.glob(str(out / "**" / "*.tmp*"), recursive=True)
+        whole_files(out, folders)
+    for size in (0, 40, 3000):                                         # bytes that a file may have: the log is first, then others
+
+        def before():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            sys.stdout, sys.stderr = io.StringIO(), io.StringIO()      # the limit may be for them too
+        status, err = in_child(str(out), [*argv, "--resume"], text_file, before=before)
+        assert status == 2 and err.splitlines()[-1].startswith("error: cannot write") and "Traceback" not in err, err
+        whole_files(out, folders)
+    status, err = in_child(str(out), [*argv, "--resume"], text_file)
+    assert status == 0, err
+    same_weights(tmp_path / "whole", out, folders)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+JUNK = [None, True, -1, 0, 7, 1.5, "x", "", [], {}, [[]], [None], {"0": 1}]
+
+
+def mutated(x, rng):
+    """JSON with one of its values, wherever it stands, replaced or taken away."""
+    x = copy.deepcopy(x)
+    at = x
+    while True:
+        keys = list(at) if isinstance(at, dict) else range(len(at))
+        k = rng.choice(keys)
+        if isinstance(at[k], (dict, list)) and at[k] and rng.random() < 0.8:
+            at = at[k]
+        elif rng.random() < 0.2:
+            del at[k]
+            return x
+        else:
+            at[k] = rng.choice(JUNK)
+            return x
+
+
+def broken_checkpoints(path, rng, n):
+    """n broken versions of a checkpoint, as bytes: cut off, bytes changed in the header or anywhere, metadata that lies."""
+    whole = open(path, "rb").read()
+    tensors, meta = load(path, "", "")
+    meta.pop("versions", None), meta.pop("options", None)
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for i in range(n):
+        kind = rng.randrange(4)
+        data = bytearray(whole)
+        if kind == 0:
+            data = data[:rng.choice([0, 1, 7, 8, 9, rng.randrange(len(data)), header, len(data) - 1])]
+        elif kind == 1:
+            for _ in range(rng.choice([1, 1, 5])):
+                data[rng.randrange(rng.choice([8, header, len(data)]))] = rng.randrange(256)
+        elif kind == 2:
+            data = rng.choice([b"{}", b"[]", pickle.dumps({"a": 1}), rng.randbytes(500), whole[::-1], whole + b"more"])
+        else:
+            data = safetensors_bytes(tensors, {"meta": json.dumps(mutated(meta, rng))})
+        yield bytes(data)
+
+
+def try_broken_checkpoints(name, n, trained, tmp_path, capsys, seed):
+    shutil.copytree(trained, tmp_path / "out", dirs_exist_ok=True)
+    path, method = tmp_path / "out" / name / "model.safetensors", "plain" if name == "backbone" else name
+    argv, refused = ["--out", tmp_path / "out", "--method", method, "--max-new-tokens", 3, "--prompt", "a", *CPU], 0
+    assert attempt(capsys, sample.main, argv) is None
+    for i, data in enumerate(broken_checkpoints(path, random.Random(seed), n)):
+        path.write_bytes(data)
+        try:
+            refused += attempt(capsys, sample.main, [*argv, "--tree", "sparse"] if i % 2 and name != "backbone" else argv) is not None
+        except AssertionError:
+            shutil.copy(path, "/tmp/broken.safetensors")
+            raise
+    assert refused > n / 3
+
+
+@pytest.mark.parametrize("name", ["backbone", "medusa", "moa", "hidden_transfer", "amphista"])
+def test_broken_checkpoints(name, small, trained, tmp_path, capsys):
+    """A traceback, or numbers from a file that is not what it says, for a checkpoint that was cut, changed or written elsewhere."""
+    try_broken_checkpoints(name, 30, trained, tmp_path, capsys, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["backbone", "medusa", "moa", "hidden_transfer", "amphista"])
+def test_many_broken_checkpoints(name, small, trained, tmp_path, capsys):
+    """The same, a thousand times each."""
+    try_broken_checkpoints(name, 1000, trained, tmp_path, capsys, 1)
+
+
+@pytest.mark.parametrize("name", ["backbone", "medusa"])
+def test_broken_states_of_a_run(name, small, trained, text_file, tmp_path, capsys, monkeypatch):
+    """--resume from a file that was cut, changed, or is of something else."""
+    argv, folders = TRAIN[name]
+    out = tmp_path / "out"
+    shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
+    argv = [*argv, "--out", out, "--data", text_file, *CPU]
+    with monkeypatch.context() as m, pytest.raises(SystemExit):
+        m.setattr(train.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
+        train.main([str(a) for a in argv])
+    path, refused = out / name / "resume.safetensors", 0
+    kept = path.read_bytes()
+    for data in broken_checkpoints(path, random.Random(2), 30):
+        path.write_bytes(data)
+        refused += attempt(capsys, train.main, [*argv, "--resume"]) is not None
+        path.write_bytes(kept)
+    assert refused > 10
+
+
+def test_pickles_are_not_opened(small, trained, tmp_path, capsys):
+    """A checkpoint, a backbone or a state that runs code when it is loaded."""
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "boom"),)
+    shutil.copytree(trained, tmp_path / "out")
+    for name, method in (("backbone", "plain"), ("medusa", "medusa")):
+        path = tmp_path / "out" / name / "model.safetensors"
+        for write in (lambda: path.write_bytes(pickle.dumps(Bomb())), lambda: torch.save(Bomb(), path)):
+            write()
+            assert "broken or not ours" in attempt(capsys, sample.main, ["--out", tmp_path / "out", "--method", method, *CPU])
+    assert not (tmp_path / "boom").exists()
+    pickle.loads(pickle.dumps(Bomb()))
+    assert (tmp_path / "boom").exists()                                # it would have
+
+
+def test_nothing_in_the_sources_runs_code_of_a_file():
+    """A convenient torch.load, a pickle, a model's own code."""
+    sources = [f for pattern in ("*.py", "bench/*.py") for f in glob.glob(os.path.join(ROOT, pattern))]
+    assert len(sources) > 12
+    for f in sources:
+        found = re.search(r"torch\.load\b|pickle|\bmarshal\b|\bshelve\b|\bjoblib\b|trust_remote_code=True|\beval\(|\bexec\(|np\.load\b|"
+                          r"numpy\.load\b|yaml|shell=True|os\.system", re.sub(r"\.eval\(\)", "", open(f, encoding="utf-8").read()))
+        assert not found, (f, found)
+
+
+TEXTS = {                                                              # what stands where a text is expected -> makes it
+    "empty": lambda p: p.write_bytes(b""),
+    "blank": lambda p: p.write_text("\n \n\t\n"),
+    "one letter": lambda p: p.write_text("a"),
+    "shorter than a block": lambda p: p.write_text("short text"),
+    "binary": lambda p: p.write_bytes(bytes(range(256)) * 20),
+    "latin-1": lambda p: p.write_bytes("é ü ".encode("latin-1") * 500),
+    "utf-16": lambda p: p.write_bytes(("text " * 500).encode("utf-16")),
+    "one giant line": lambda p: p.write_text("a" * 200_000),
+    "many spaces": lambda p: p.write_text(" " * 50_000 + "x"),
+    "only line ends": lambda p: p.write_text("\r\n" * 20_000 + "end"),
+    "folder": lambda p: p.mkdir(),
+    "folder of folders": lambda p: (p / "a" / "b").mkdir(parents=True),
+    "folder without text": lambda p: (p.mkdir(), (p / "x").write_bytes(b"\xff\xfe\0"), os.mkfifo(p / "pipe")),
+    "pipe": lambda p: os.mkfifo(p),
+    "dangling link": lambda p: p.symlink_to(p.parent / "nowhere"),
+    "link to itself": lambda p: p.symlink_to(p),
+    "nothing": lambda p: None,
+    "no permission": lambda p: (p.write_text("text " * 1000), p.chmod(0)),
+    "json": lambda p: p.write_text('{"turns": 3}\n{"turns": ["a"]}'),
+    "json, nested": lambda p: p.write_text('{"turns": ' + "[" * 100_000),
+    "json of something else": lambda p: p.write_text('{"question_id": 1, "category": null, "turns": [{}]}\n[]\n3'),
+}
+READERS = {                                                            # option -> main and the rest of the command
+    "--data": (train.main, ["--out", "new", *TRAIN["backbone"][0], *CPU]),
+    "--self-prompts": (train.main, ["--out", "copy", "--method", "medusa", "--data", "self", "--self-tokens", 600, *SMALL, *CPU]),
+    "--questions": (bench_run.main, ["--out", "copy", *PROGRAMS["run"][2]]),
+    "--json": (bench_run.main, ["--out", "copy", *PROGRAMS["run"][2]]),
+    "--json --resume": (bench_run.main, ["--out", "copy", "--resume", *PROGRAMS["run"][2]]),
+    "--checkpoint": (sample.main, ["--out", "copy", *PROGRAMS["sample"][2]]),
+    "--backbone": (sample.main, ["--method", "plain", *PROGRAMS["sample"][2]]),
+    "--to": (remote.split, ["--out", "copy"]),
+    "--png": (by_layer.main, ["--out", "copy", *PROGRAMS["by_layer"][2]]),
+}
+
+
+@pytest.mark.parametrize("option", READERS)
+def test_bad_texts_and_files(option, small, trained, text_file, tmp_path, capsys):
+    """A traceback, a training on nothing, or waiting for ever at a pipe where a text, a folder or a new file belongs."""
+    main, argv = READERS[option]
+    shutil.copytree(trained, "copy")
+    for name, make in TEXTS.items():
+        if name == "no permission" and os.geteuid() == 0:
+            continue
+        path = tmp_path / ("x " + name) / "file"
+        path.parent.mkdir()
+        make(path.with_suffix(".answers.jsonl") if "--resume" in option else path)
+        data = ["--data", text_file] if main in (bench_run.main, by_layer.main) else []
+        said = attempt(capsys, main, [*argv, *data, option.split()[0], path])
+        fine = {"--data": ["one giant line", "many spaces", "only line ends"]}.get(option)
+        if fine is not None:
+            assert (said is None) == (name in fine), (name, said)
+        if option == "--backbone" or option == "--checkpoint":
+            assert said, name
+
+
+def test_a_text_may_be_a_link(tmp_path, text_file):
+    """Refusing pipes must not refuse links to files."""
+    (tmp_path / "link").symlink_to(text_file)
+    assert train.read_texts(str(tmp_path / "link")) and train.read_texts(str(tmp_path))

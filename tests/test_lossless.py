@@ -327,10 +327,7 @@ def test_a_broken_drafter_cannot_break_the_text(method):
         drafter = method_drafter(method, target)
         for p in drafter.net.parameters():
             p.data.fill_(float("nan"))
-        try:
-            check(target, [1, 2, 3], 12, drafter, sampling)
-        except FloatingPointError:                                     # rows that ride in the target's forward may stop it
-            assert hasattr(drafter, "ride")
+        check(target, [1, 2, 3], 12, drafter, sampling)
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
