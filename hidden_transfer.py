@@ -65,7 +65,7 @@ class Config:
     init: str = arg("identity", "the maps at the start", choices=["identity", "random"])
     kl: str = arg("forward", "KL(target || draft), or KL(draft || target)", choices=["forward", "reverse"])
     hard: float = arg(0.0, "share of the loss against the text instead of the target's own distribution")
-    decay: float = arg(0.8, "state k weighs decay^k in the loss")
+    decay: float = arg(0.8, "state k weighs decay^k in the loss", high=1)
     anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
     steps: int = arg(260, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)

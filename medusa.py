@@ -58,7 +58,7 @@ class Config:
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
     soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
     hard: float = arg(0.1, "weight of the cross-entropy against the text (the paper: 1, and soft 0)")
-    decay: float = arg(0.8, "head k weighs decay^k in the loss")
+    decay: float = arg(0.8, "head k weighs decay^k in the loss", high=1)
     anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
     steps: int = arg(400, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)

@@ -52,7 +52,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, make_norm, rotate
+from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, fail, make_norm, rotate
 from tree import Sampler, Tree, complete
 
 
@@ -121,8 +121,8 @@ class Net(nn.Module):
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
         c = target.cfg
-        assert 0 <= cfg.tli <= c.n_layer, f"the target has {c.n_layer} layers, tli = {cfg.tli} asks for more"
-        assert 2 <= cfg.every_min <= cfg.every_max, f"every_min {cfg.every_min} > every_max {cfg.every_max}, or < 2"
+        if cfg.tli > c.n_layer or c.n_head % (cfg.n_kv_head or 1) or not 2 <= cfg.every_min <= cfg.every_max:
+            fail(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,

@@ -476,7 +476,8 @@ class Tokenizer:
         t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
+        pieces = (p for text in texts for p in re.split(r"(\S{1000}|\s{1000})", text))        # time grows as the square of a word
+        t.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
         byte = byte_characters()
         tokens = sorted(t.get_vocab().items(), key=lambda item: item[1])
         return cls([bytes(byte[ch] for ch in token) for token, _ in tokens])
@@ -588,6 +589,18 @@ def command(main, *args):
         fail(f"not enough memory for these options ({first_line(e)}): smaller ones may fit")
 
 
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, OverflowError, OSError, SafetensorError)
+# what a file can raise that is damaged, of another version, or somebody else's
+
+
+def read_text(path, errors="strict"):
+    """A file -> its text. Raises OSError, also for what is no file: a pipe could keep us waiting for ever."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError("there is no such file")
+    with open(path, encoding="utf-8", errors=errors) as f:
+        return f.read()
+
+
 def fingerprint(tensors):
     """A short hash of named tensors: a drafter's checkpoint carries the one of its target."""
     h = hashlib.sha256()
@@ -633,7 +646,7 @@ def load(path, what, hint):
         with open(path, "rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         return tensors, dict(json.loads(header["__metadata__"]["meta"]))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+    except DAMAGED as e:
         fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
 
 
@@ -670,7 +683,7 @@ def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
     try:
         model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
-    except (KeyError, TypeError, ValueError) as e:
+    except DAMAGED as e:
         fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
     load_weights(model, tensors, path, model_tensors(model))
     whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole

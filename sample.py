@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
-from model import (DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
+from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
                    pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
@@ -79,14 +79,14 @@ def load_drafter(opt, target, method=None, hint=None):
     try:
         ids, cfg = tensors.get("head.ids"), method.Config(**meta["config"])            # ids: of a draft vocabulary
         net = method.Net(cfg, target) if ids is None else method.Net(cfg, target, ids)
-    except (TypeError, KeyError, AssertionError) as e:
+        hits = meta.get("calibration") and accuracy(meta["calibration"])
+    except DAMAGED as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
-    calibration = meta.get("calibration")
     try:
-        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), calibration and accuracy(calibration), nodes)
+        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, nodes)
         own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
         return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor, **own)
     except TypeError:

@@ -39,8 +39,8 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (GPT, GPTConfig, Tokenizer, arg, command, fail, load, load_model, load_pretrained, load_weights, out_folder, parse,
-                   pick_device, save, save_model)
+from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, load, load_model, load_pretrained, load_weights, out_folder,
+                   parse, pick_device, read_text, save, save_model)
 from tree import complete
 
 # --method -> the file that is the method
@@ -185,7 +185,7 @@ LONGEST = 512                                                          # tokens 
 
 def pick(logits, temperature, top_p, u):
     """(B, V) logits, u (B,) uniform in [0, 1) -> (B,) samples after temperature and top-p; temperature 0 is greedy."""
-    if temperature == 0:
+    if temperature < 1e-30:                                            # single precision cannot divide by less
         return logits.argmax(-1)
     p = (logits.float() / temperature).softmax(-1)
     top, ids, k = p, torch.arange(p.size(-1), device=p.device).expand_as(p), p.size(-1)
@@ -243,12 +243,12 @@ def read_scripts(opt, tokenizer, block_size):
     conversations = [None]                                             # lists of the user's turns
     if opt.self_prompts:
         try:
-            with open(opt.self_prompts, encoding="utf-8") as f:
-                lines = [line.strip() for line in f if line.strip()]
+            lines = [line.strip() for line in read_text(opt.self_prompts).split("\n") if line.strip()]
             conversations = [json.loads(line)["turns"] if lines[0].startswith("{") else [line] for line in lines]
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except DAMAGED as e:
             fail(f"--self-prompts {opt.self_prompts} cannot be read ({type(e).__name__}: {e}): a prompt a line, or JSON lines")
-        if not conversations or not all(turns and all(isinstance(t, str) for t in turns) for turns in conversations):
+        if not conversations or not all(
+                turns and isinstance(turns, list) and all(isinstance(t, str) for t in turns) for turns in conversations):
             fail(f"--self-prompts {opt.self_prompts}: every line needs a prompt, or turns, a list of texts")
     scripts = [tokenizer.script(turns) if tokenizer.has_chat else [tokenizer.start + tokenizer.encode(turns[0] if turns else "")]
                for turns in conversations]
@@ -344,7 +344,10 @@ class Run:
             compile_blocks(module.target, self.opt)
         peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
         if self.opt.resume and os.path.exists(self.resume_path):
-            self.restore()
+            try:
+                self.restore()
+            except DAMAGED as e:
+                fail(f"{self.resume_path} is broken or of another version ({type(e).__name__}: {e}): start without --resume")
         old = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True)), signal.signal(
             signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         bar = tqdm(total=100, desc=self.kind, disable=None if rank() == 0 else True, bar_format="{desc} {percentage:3.0f}%|{bar}| "
@@ -469,7 +472,7 @@ class Run:
     def restore(self):
         """Go back to the last save of an interrupted run."""
         tensors, meta = load(self.resume_path, "interrupted run", "start without --resume")
-        if meta["config"] != asdict(self.cfg):
+        if meta.get("config") != asdict(self.cfg):
             wrong = [k for k, v in asdict(self.cfg).items() if meta["config"].get(k) != v]
             fail(f"{self.resume_path} was started with another {', '.join(wrong)}: use the same options, or leave --resume out")
         if self.vocab is not None and not torch.equal(self.vocab, tensors.get("module.head.ids", self.vocab[:0])):
@@ -483,9 +486,11 @@ class Run:
                 if name.startswith(f"optimiser.{i}."):
                     _, _, p, k = name.split(".", 3)
                     state.setdefault(int(p), {})[k] = v
+            if len({frozenset(s) for s in state.values()}) > 1:
+                raise KeyError("a part of the optimiser's state")
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng"])
-        self.step, self.elapsed, self.metrics = meta["step"], meta["elapsed"], meta["metrics"]
+        self.step, self.elapsed, self.metrics = int(meta["step"]), float(meta["elapsed"]), dict(meta["metrics"])
         say(f"resuming {self.kind} at step {self.step}")
 
 
@@ -594,7 +599,11 @@ def get_backbone(opt, cfg, corpus, device, again):
         if cfg.vocab_size < 257:
             fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {cfg.vocab_size}")
         if resume:
-            tokenizer = Tokenizer.from_dict(load(resume_path, "interrupted run", "start without --resume")[1]["tokenizer"])
+            state = load(resume_path, "interrupted run", "start without --resume")[1]
+            try:
+                tokenizer = Tokenizer.from_dict(state["tokenizer"])
+            except DAMAGED as e:
+                fail(f"{resume_path} is broken or of another version ({type(e).__name__}: {e}): start without --resume")
         else:
             tokenizer = Tokenizer.train(corpus.train_texts, cfg.vocab_size)
         cfg.vocab_size = tokenizer.vocab_size                          # a short text may not have that many tokens
@@ -659,6 +668,10 @@ def main(argv=None):
     preset = lambda kind: GPU.get(kind, {}) if big else {}
     Config = BackboneConfig if known.method == "backbone" else METHODS[known.method].Config if known.method in METHODS else None
     opt, *cfg = parse(Options, *filter(None, [Config]), argv=argv, defaults=preset(known.method))
+    try:
+        os.makedirs(opt.out or ".", exist_ok=True)                     # better now than after the first minutes
+    except OSError as e:
+        fail(f"--out {opt.out} cannot be written to: {e}")
     if opt.minutes and "RANK" in os.environ:
         fail("--minutes works with one process only: several would not stop at the same step")
     device = setup(opt)

@@ -195,8 +195,7 @@ class Server(http.server.ThreadingHTTPServer):
               f"not above {c.block_size}")
         check(whole([m.get("have")], 0, len(text)), f"have must lie between 0 and {len(text) - 1}")
         numbers = {k: m.get(k) for k in ("temperature", "top_k", "top_p", "seed")}
-        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items())
-              and numbers["temperature"] < 1e6, "temperature and top_p must be numbers, top_k and seed whole ones")
+        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items()), "temperature and top_p must be numbers, top_k and seed whole ones")
         try:
             sampler = Sampler(**numbers)
         except ValueError as e:
@@ -229,11 +228,19 @@ class Server(http.server.ThreadingHTTPServer):
               enumerate(parent)), "parent must be -1, then an earlier node for every token")
         tree, device = Tree(tokens, parent), s.cache.k.device
         check(S + max(tree.depth) < s.max_len, f"the tree reaches beyond the {s.max_len} tokens of this session")
-        pos = torch.tensor(tree.depth, device=device) + S
-        hidden = self.target.hidden(torch.tensor([tokens], device=device), pos, tree_mask(parent, S).to(device), s.cache)
-        choice = s.sampler.choose(self.target.lm_head(hidden[0]), [S + d + 1 for d in tree.depth])
+        while True:
+            pos = torch.tensor(tree.depth, device=device) + S
+            mask = tree_mask(tree.parent, S).to(device)
+            hidden = self.target.hidden(torch.tensor([tree.tokens], device=device), pos, mask, s.cache)
+            try:
+                choice = s.sampler.choose(self.target.lm_head(hidden[0]), [S + d + 1 for d in tree.depth])
+                break
+            except FloatingPointError:                                 # as in generate
+                if len(tree) == 1:
+                    raise
+                tree = tree.cut(0)
         s.sampler.rows.clear()                                         # V numbers a position, and they can be drawn again
-        path, out = walk(tokens, parent, choice)
+        path, out = walk(tree.tokens, tree.parent, choice)
         s.cache.keep(path)
         s.text = s.text + [tokens[i] for i in path]
         return s, {"path": path, "bonus": out[-1]}, S, hidden[:, path]

@@ -33,7 +33,7 @@ import report
 import sample
 import self_speculative
 import train
-from model import DTYPES, arg, command, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, to_hf
+from model import DAMAGED, DTYPES, arg, command, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, read_text, to_hf
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete, parse_tree
 
@@ -77,14 +77,13 @@ def read_questions(path, n):
     """A JSONL file -> n questions spread over it (0 = all): dicts with question, category, turns."""
     out, number = [], 0
     try:
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    q = json.loads(line)
-                    out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
-                    if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
-                        raise ValueError("turns must be a list of texts")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                q = json.loads(line)
+                out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
+                if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
+                    raise ValueError("turns must be a list of texts")
+    except DAMAGED as e:
         fail(f"--questions {path}" + (f", line {number}" if number else "") + f": {type(e).__name__}: {e}")
     if not out:
         fail(f"--questions {path}: there is no question in it")

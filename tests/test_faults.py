@@ -33,6 +33,9 @@ import network  # noqa: E402
 import run as bench_run  # noqa: E402
 import typical  # noqa: E402
 from bench import remote  # noqa: E402
+from conftest import tiny  # noqa: E402
+from test_lossless import check  # noqa: E402
+from tree import Sampler, complete  # noqa: E402
 
 
 def attempt(capsys, main, argv, seconds=10):
@@ -87,12 +90,15 @@ PROGRAMS = {                                                           # main, i
 }
 
 
-def cases():
-    for name, (main, configs, base) in PROGRAMS.items():
-        for f in (f for c in configs for f in dataclasses.fields(c)):
-            for value in NONSENSE[f.type]:
+def cases(name):
+    """(name, field, value) for everything that the program can be told."""
+    for c in PROGRAMS[name][1]:
+        for f in dataclasses.fields(c):
+            for value in [*NONSENSE[f.type], *(["nonsense"] if f.metadata["choices"] else [])]:
                 if "minutes" in f.name and value in ("1e300", "2") or f.name == "steps" and value == "2147483647":
                     continue                                           # would take that long, as asked
+                if f.name == "out" and name.startswith("train") and name != "train backbone":
+                    continue                                           # there it would train a backbone of the usual size
                 if (f.name, value) == ("device", "é\udcff"):           # a real stderr can show that, pytest's cannot
                     continue
                 yield name, f.name, value
@@ -112,13 +118,38 @@ def small(monkeypatch, tmp_path):
     os.mkdir("python")                                                 # the default of --data must not be what is read
 
 
-def try_option(capsys, trained, text_file, case):
+def try_option(capsys, text_file, case):
     name, field, value = case
     main, configs, base = PROGRAMS[name]
     argv = ["--out", "new" if name in ("train backbone",) else "copy", *base]
     if any(f.name == "data" for c in configs for f in dataclasses.fields(c)):
         argv += ["--data", text_file]
-    return attempt(capsys, main, [*argv, f"--{field.replace('_', '-')}={value}"])
+    said = attempt(capsys, main, [*argv, f"--{field.replace('_', '-')}={value}"])
+    kind = {f.name: f.type for c in configs for f in dataclasses.fields(c)}[field]
+    if kind is not str and value in ("x", "", "nan", "inf", "-inf", "-7", "maybe", "1e999"):
+        assert said, f"{case} was taken"
+
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nonsense_options(name, small, trained, text_file, capsys):
+    """A traceback, a hang or a half-obeyed order for what a user typed. Of every option, two values."""
+    shutil.copytree(trained, "copy")
+    rng, options = random.Random(name), {}
+    for case in cases(name):
+        options.setdefault(case[1], []).append(case)
+    for some in options.values():
+        for case in rng.sample(some, min(2, len(some))):
+            try_option(capsys, text_file, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_nonsense_options(name, small, trained, text_file, capsys, monkeypatch):
+    """The same with all values."""
+    shutil.copytree(trained, "copy")
+    for case in cases(name):
+        try_option(capsys, text_file, case)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,6 +320,7 @@ def broken_checkpoints(path, rng, n):
     """n broken versions of a checkpoint, as bytes: cut off, bytes changed in the header or anywhere, metadata that lies."""
     whole = open(path, "rb").read()
     tensors, meta = load(path, "", "")
+    tensors = {k: v.clone() for k, v in tensors.items()}               # they lie in the file, which is about to be overwritten
     meta.pop("versions", None), meta.pop("options", None)
     header = 8 + struct.unpack("<Q", whole[:8])[0]
     for i in range(n):
@@ -374,7 +406,7 @@ def test_nothing_in_the_sources_runs_code_of_a_file():
     sources = [f for pattern in ("*.py", "bench/*.py") for f in glob.glob(os.path.join(ROOT, pattern))]
     assert len(sources) > 12
     for f in sources:
-        found = re.search(r"torch\.load\b|pickle|\bmarshal\b|\bshelve\b|\bjoblib\b|trust_remote_code=True|\beval\(|\bexec\(|np\.load\b|"
+        found = re.search(r"(?<!safetensors\.)torch\.load\b|pickle|\bmarshal\b|\bshelve\b|\bjoblib\b|trust_remote_code=True|\beval\(|\bexec\(|np\.load\b|"
                           r"numpy\.load\b|yaml|shell=True|os\.system", re.sub(r"\.eval\(\)", "", open(f, encoding="utf-8").read()))
         assert not found, (f, found)
 
@@ -428,7 +460,7 @@ def test_bad_texts_and_files(option, small, trained, text_file, tmp_path, capsys
         make(path.with_suffix(".answers.jsonl") if "--resume" in option else path)
         data = ["--data", text_file] if main in (bench_run.main, by_layer.main) else []
         said = attempt(capsys, main, [*argv, *data, option.split()[0], path])
-        fine = {"--data": ["one giant line", "many spaces", "only line ends"]}.get(option)
+        fine = {"--data": ["one giant line", "many spaces", "only line ends", "json, nested", "json of something else"]}.get(option)
         if fine is not None:
             assert (said is None) == (name in fine), (name, said)
         if option == "--backbone" or option == "--checkpoint":
@@ -439,3 +471,87 @@ def test_a_text_may_be_a_link(tmp_path, text_file):
     """Refusing pipes must not refuse links to files."""
     (tmp_path / "link").symlink_to(text_file)
     assert train.read_texts(str(tmp_path / "link")) and train.read_texts(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that are none
+
+def drafters(target):
+    """An untrained drafter of every method and rival."""
+    for name, module in bench_run.MODULES.items():
+        torch.manual_seed(0)
+        net = module.Net(module.Config(), target).to(target.wte.weight)
+        yield name, module.Drafter(net, target, nodes=8)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
+def test_a_broken_drafter_neither_stops_nor_changes_the_text(wrong):
+    """All of a drafter's numbers, or one of them, are not numbers or far too large: slow is allowed, nothing else."""
+    for style in ("llama", "gpt2"):
+        target = tiny(style, seed=6)
+        for name, drafter in drafters(target):
+            for whole in (True, False):
+                state = {k: v for k, v in drafter.net.state_dict().items() if v.is_floating_point()}
+                for v in state.values():
+                    v.fill_(wrong) if whole else v.view(-1)[-1:].fill_(wrong)
+                for sampling in ({}, dict(temperature=1.0, seed=3), dict(temperature=0.7, top_k=4, top_p=0.9, share=False)):
+                    check(target, [1, 2, 3], 10, drafter, sampling)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_overflows(dtype):
+    """Weights that overflow: a text, or one clear error; never NaN taken for a token, nor another answer for another drafter's sake."""
+    seen = set()
+    for scale in (20, 300, 3e3, 3e4, 1e6):
+        target = tiny(dtype=dtype, scale=scale, seed=1)
+        for sampling in ({}, dict(temperature=1.0, seed=2), dict(temperature=1e-6), dict(temperature=1e9)):
+            results = []
+            for name, drafter in [("plain", None), *drafters(target)]:
+                try:
+                    results.append(len(complete(target, [1, 2], 8, drafter, Sampler(**sampling))[0]))
+                except FloatingPointError as e:
+                    assert "NaN" in str(e)
+                    results.append("NaN")
+            seen |= {results[0]}
+            assert results[0] == 8 or set(results) == {"NaN"}, results
+            assert results[0] == "NaN" or set(results) == {8}, results
+    assert seen == {8, "NaN"} or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_broken_backbone_gets_one_line(dtype, small, trained, text_file, tmp_path, capsys):
+    """NaN in a checkpoint: a text of token 0, or a traceback, from any of the programs."""
+    shutil.copytree(trained, "copy")
+    path = "copy/backbone/model.safetensors"
+    tensors, meta = load(path, "", "")
+    tensors = {k: v.clone() for k, v in tensors.items()}
+    tensors["norm.weight"][3] = float("nan")
+    model.save(path, tensors, meta)
+    fit = model.load_model(path)[0].fingerprint
+    for name in train.METHODS:                                         # drafters that say they belong to it
+        tensors, meta = load(f"copy/{name}/model.safetensors", "", "")
+        model.save(f"copy/{name}/model.safetensors", {k: v.clone() for k, v in tensors.items()}, {**meta, "backbone": fit})
+    for name in ("sample", "sample moa", "run", "typical"):
+        main, configs, base = PROGRAMS[name]
+        argv = ["--data", text_file] if name in ("run", "typical") else []
+        assert "NaN" in attempt(capsys, main, ["--out", "copy", "--dtype", dtype, *base, *argv]), name
+    main, _, base = PROGRAMS["train medusa"]
+    if dtype == "float32":
+        assert "loss is nan" in attempt(capsys, main, ["--out", "copy", "--data", text_file, *base])
+
+
+def test_extreme_sampling():
+    """Divisions by a temperature of almost nothing, filters that let nothing or everything through, logits that are all equal."""
+    flat = tiny(seed=1)
+    flat.norm.weight.data.zero_()                                      # all logits 0
+    for target in (flat, tiny(seed=1)):
+        for temperature in (0.0, 5e-324, 1e-30, 1.0, 1e9):
+            for top_k in (0, 1, 22, 23, 24, 10**6):
+                for top_p in (0.0, 5e-324, 0.5, 1.0):
+                    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=2**64 - 1)
+                    text = complete(target, [1], 4, sampler=Sampler(**sampling))[0]
+                    if top_k == 1 and target is not flat or temperature < 1e-20 and target is not flat:
+                        assert text == complete(target, [1], 4)[0]
+        for sampling in (dict(temperature=5e-324), dict(temperature=1e9, top_p=0.0), dict(temperature=1e9, top_k=10**6), {}):
+            for name, drafter in drafters(target):
+                check(target, [1, 2, 3], 8, drafter, sampling)
