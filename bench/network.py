@@ -38,7 +38,7 @@ class Options:
     mbit: float = arg(0.0, "megabits per second each way (0 = no limit)")
     wire: str = arg("float16", "as for sample.py", choices=list(remote.WIRES))
     chains: str = arg("2,4,8", "lengths of MoA's chain drafts")
-    temperature: float = arg(0.0, "of the texts over the network", high=1e6)
+    temperature: float = arg(0.0, "of the texts over the network", high=1e9)
     prompts: int = arg(8, "number of prompts", low=1)
     prompt_tokens: int = arg(64, "length of a prompt", low=1)
     new_tokens: int = arg(128, "tokens to write after each", low=1)
