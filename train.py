@@ -640,6 +640,10 @@ def train_drafter(kind, opt, cfg, corpus, target, device, method=None):
         if meta.get("finished") and meta.get("original", meta.get("backbone")) == target.fingerprint and same:
             say(f"{kind}: finished already -> {run.path}")
             return dict(method=kind, parameters=meta["parameters"], **meta["metrics"])
+    K, room = 1 if kind == "moa" else getattr(cfg, "n_heads", 0) or cfg.depth, min(run.T, len(corpus.val))
+    if room < K + 2:
+        fail(f"{kind} guesses {K} positions, for which sequences need {K + 2} tokens; here they have {room}: fewer positions, a "
+             "longer --block-size, or more --data")
     describe(run)
     net = method.train(cfg, target, run)
     run.meta["parameters"] = count(net)
