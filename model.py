@@ -583,10 +583,10 @@ def command(main, *args):
         raise SystemExit(130)
     except FloatingPointError as e:                                    # NaN, in a text that is being written
         fail(e)
-    except (MemoryError, RuntimeError) as e:
-        if not re.search("alloc|out of memory|overflow", f"{type(e).__name__} {e}", re.I):
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if not re.search("alloc|memory|overflow", f"{type(e).__name__} {e}", re.I):
             raise
-        fail(f"not enough memory for these options ({first_line(e)}): smaller ones may fit")
+        fail(f"these options are too large for this machine ({first_line(e)}): choose smaller ones")
 
 
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, OverflowError, OSError, SafetensorError)

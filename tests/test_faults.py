@@ -79,6 +79,8 @@ CPU = ["--device", "cpu"]
 PROGRAMS = {                                                           # main, its configs, an argument list that works
     **{f"train {m}": (train.main, [train.Options, *([train.METHODS[m].Config] if m in train.METHODS else [train.BackboneConfig])],
                       ["--method", m, *CPU, *SMALL, *(SIZES if m == "backbone" else [])]) for m in ("backbone", *train.METHODS)},
+    "train medusa 2": (train.main, [train.METHODS["medusa"].Config], ["--method", "medusa", "--recipe", 2, *CPU, *SMALL]),
+    "train self": (train.main, [train.Options], ["--method", "medusa", "--data", "self", "--self-tokens", 100, *CPU, *SMALL]),
     "sample": (sample.main, [sample.Options], ["--max-new-tokens", 6, "--prompt", "a", *CPU]),
     "sample moa": (sample.main, [sample.Options, remote.Remote], ["--method", "moa", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
     "run": (bench_run.main, [bench_run.Options], ["--methods", "medusa,prompt_lookup", "--temperatures", 0, *SHORT, *CPU]),
@@ -95,7 +97,7 @@ def cases(name):
     for c in PROGRAMS[name][1]:
         for f in dataclasses.fields(c):
             for value in [*NONSENSE[f.type], *(["nonsense"] if f.metadata["choices"] else [])]:
-                if "minutes" in f.name and value in ("1e300", "2") or f.name == "steps" and value == "2147483647":
+                if "minutes" in f.name and value in ("1e300", "2") or f.name in ("steps", "self_tokens") and value == "2147483647":
                     continue                                           # would take that long, as asked
                 if f.name == "out" and name.startswith("train") and name != "train backbone":
                     continue                                           # there it would train a backbone of the usual size
@@ -122,7 +124,7 @@ def try_option(capsys, text_file, case):
     name, field, value = case
     main, configs, base = PROGRAMS[name]
     argv = ["--out", "new" if name in ("train backbone",) else "copy", *base]
-    if any(f.name == "data" for c in configs for f in dataclasses.fields(c)):
+    if "--data" not in base and (name.startswith("train") or any(f.name == "data" for f in dataclasses.fields(configs[0]))):
         argv += ["--data", text_file]
     said = attempt(capsys, main, [*argv, f"--{field.replace('_', '-')}={value}"])
     kind = {f.name: f.type for c in configs for f in dataclasses.fields(c)}[field]
@@ -141,6 +143,25 @@ def test_nonsense_options(name, small, trained, text_file, capsys):
     for some in options.values():
         for case in rng.sample(some, min(2, len(some))):
             try_option(capsys, text_file, case)
+
+
+def test_what_no_option_could_foresee(capsys):
+    """No memory, numbers too large, NaN in a text: a traceback. And a fault of our own that is hidden as a user's."""
+    def raising(e):
+        def main(argv):
+            raise e
+        return main
+    assert "too large" in attempt(capsys, lambda argv: torch.empty(2**58), [])
+    for e in (MemoryError(), OverflowError("34"), RuntimeError("CUDA out of memory. Tried to\nallocate"), torch.OutOfMemoryError("CUDA")):
+        assert "too large" in attempt(capsys, raising(e), [])
+    assert "NaN" in attempt(capsys, raising(FloatingPointError("NaN")), [])
+    for e in (RuntimeError("shapes differ"), RecursionError("deep"), KeyError("x")):
+        with pytest.raises(type(e)):
+            command(raising(e), [])
+    with pytest.raises(SystemExit) as stopped:
+        command(raising(KeyboardInterrupt()), [])
+    assert stopped.value.code == 130
+    assert "serve or split" in attempt(capsys, remote.main, ["nonsense"])
 
 
 @pytest.mark.long
