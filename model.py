@@ -476,7 +476,7 @@ class Tokenizer:
         t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        pieces = (p for text in texts for p in re.split(r"(\S{1000}|\s{1000})", text))        # time grows as the square of a word
+        pieces = (p for text in texts for p in re.split(r"(\S{1000}|\s{1000})", text))       # long words take the square of time
         t.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
         byte = byte_characters()
         tokens = sorted(t.get_vocab().items(), key=lambda item: item[1])
@@ -589,8 +589,8 @@ def command(main, *args):
         fail(f"these options are too large for this machine ({first_line(e)}): choose smaller ones")
 
 
-DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, OverflowError, OSError, SafetensorError)
 # what a file can raise that is damaged, of another version, or somebody else's
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, OverflowError, OSError, SafetensorError)
 
 
 def read_text(path, errors="strict"):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
-from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
-                   pick_device)
+from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights,
+                   out_folder, parse, pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 

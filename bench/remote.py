@@ -195,7 +195,8 @@ class Server(http.server.ThreadingHTTPServer):
               f"not above {c.block_size}")
         check(whole([m.get("have")], 0, len(text)), f"have must lie between 0 and {len(text) - 1}")
         numbers = {k: m.get(k) for k in ("temperature", "top_k", "top_p", "seed")}
-        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items()), "temperature and top_p must be numbers, top_k and seed whole ones")
+        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items()),
+              "temperature and top_p must be numbers, top_k and seed whole ones")
         try:
             sampler = Sampler(**numbers)
         except ValueError as e:

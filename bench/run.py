@@ -33,7 +33,8 @@ import report
 import sample
 import self_speculative
 import train
-from model import DAMAGED, DTYPES, arg, command, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, read_text, to_hf
+from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, read_text,
+                   to_hf)
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete, parse_tree
 

@@ -21,7 +21,7 @@ from conftest import tiny
 from model import Tokenizer, rotate
 from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, any_tree, check, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
-from tree import Sampler, Shape, Tree, cartesian, chain, complete, generate
+from tree import Sampler, Tree, cartesian, chain, complete, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CHAINS = {"self_speculative", "prompt_lookup"}

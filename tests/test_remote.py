@@ -708,7 +708,8 @@ def under_load(seconds, tokens, clients=16, **options):
     middle. Every text must be the target's. -> texts, and how far the process grew in the second half, in bytes.
     """
     target, net, part = make_pair()
-    resident = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    statm = "/proc/self/statm"
+    resident = lambda: int(open(statm).read().split()[1]) * os.sysconf("SC_PAGE_SIZE") if os.path.exists(statm) else 0
     jobs = [dict(prompt=[i, 2, i + 3][:1 + i % 3], sampling=dict(temperature=i % 2 * 1.0, seed=i)) for i in range(clients)]
     truth = [plain(target, tokens, **job) for job in jobs]
     with serving(target, net, **options) as server:
