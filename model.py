@@ -581,6 +581,9 @@ def command(main, *args):
         return main(*args)
     except KeyboardInterrupt:
         raise SystemExit(130)
+    except BrokenPipeError:                                            # whoever read what we print has gone: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141)
     except FloatingPointError as e:                                    # NaN, in a text that is being written
         fail(e)
     except (MemoryError, OverflowError, RuntimeError) as e:

@@ -173,7 +173,11 @@ def main(argv=None):
     except ValueError as e:
         fail(str(e))
     target, tokenizer, drafter, sampler = setup(opt, bool(client))
-    text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
+    try:
+        text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
+        text.encode()
+    except UnicodeError:
+        fail("--prompt -: what came from stdin is not UTF-8 text")
     chat = opt.chat and tokenizer.has_chat
     prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
     sys.stdout.write(text + "\n\n" if chat else text)

@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -161,6 +162,10 @@ def test_what_no_option_could_foresee(capsys):
     with pytest.raises(SystemExit) as stopped:
         command(raising(KeyboardInterrupt()), [])
     assert stopped.value.code == 130
+    with open(os.devnull, "w") as gone, pytest.MonkeyPatch.context() as m, pytest.raises(SystemExit) as stopped:
+        m.setattr(sys, "stdout", gone)
+        command(raising(BrokenPipeError()), [])
+    assert stopped.value.code == 141
     assert "serve or split" in attempt(capsys, remote.main, ["nonsense"])
 
 
@@ -499,6 +504,24 @@ def test_bad_texts_and_files(option, small, trained, text_file, tmp_path, capsys
             assert said, name
 
 
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe\0", b"\0\1\2", "é".encode("latin-1"), b"a" * 500_000, "\u2028é\r".encode()])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_prompts_from_stdin(data, errors, small, trained, capsys, monkeypatch):
+    """A traceback for what is no text, or too much of it."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors=errors))
+    said = attempt(capsys, sample.main, ["--out", trained, *CPU, "--max-new-tokens", 3, "--prompt", "-"])
+    assert ("UTF-8" in said if data[:1] in (b"\xff", b"\xe9") else "room" in said if len(data) > 99 else said is None), said
+
+
+def test_an_output_that_nobody_reads(trained):
+    """A traceback for sample.py | head."""
+    command = [sys.executable, "sample.py", "--out", trained, "--method", "plain", "--temperature", "1", *CPU]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 141 and err == b""
+
+
 @pytest.mark.parametrize("block_size", [2, 3, 5, 6])
 def test_a_context_shorter_than_what_is_guessed(block_size, small, text_file, capsys):
     """Heads without a single anchor: a mean over nothing, which is called a loss of NaN, or a bare assertion."""
@@ -522,11 +545,12 @@ def test_a_text_may_be_a_link(tmp_path, text_file):
 # Numbers that are none
 
 def drafters(target):
-    """An untrained drafter of every method and rival."""
-    for name, module in bench_run.MODULES.items():
+    """An untrained drafter of every method and rival; Hidden Transfer's also with pseudo rows in the verifying forward."""
+    for name, module, options in [*((n, m, {}) for n, m in bench_run.MODULES.items()),
+                                  ("groups", train.METHODS["hidden_transfer"], dict(groups=3))]:
         torch.manual_seed(0)
         net = module.Net(module.Config(), target).to(target.wte.weight)
-        yield name, module.Drafter(net, target, nodes=8)
+        yield name, module.Drafter(net, target, nodes=8, **options)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
