@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -210,6 +211,7 @@ def in_child(out, argv, text_file, wait=None, before=lambda: None):
             log = os.open(f"{out}/stderr", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(log, 2), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            train.tqdm.set_lock(threading.RLock())                     # its own is shared: a killed child may die holding it
             model.save_file = on_a_slow_disk
             schedule = train.Run.schedule
             train.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
