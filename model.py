@@ -496,7 +496,10 @@ class Tokenizer:
 
     @classmethod
     def from_dict(cls, d):
-        return cls([base64.b64decode(b) for b in d["ranks"]], d["pattern"])
+        ranks = [base64.b64decode(b) for b in d["ranks"]]
+        if not {bytes([b]) for b in range(256)} <= set(ranks) or len(set(ranks)) < len(ranks):
+            raise ValueError("a tokenizer needs every byte, and no token twice")           # tiktoken would crash on it later
+        return cls(ranks, d["pattern"])
 
 
 class PretrainedTokenizer:
@@ -593,7 +596,7 @@ def command(main, *args):
 
 
 # what a file can raise that is damaged, of another version, or somebody else's
-DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, OverflowError, OSError, SafetensorError)
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError, OSError, SafetensorError)
 
 
 def read_text(path, errors="strict"):

@@ -85,9 +85,14 @@ def load_drafter(opt, target, method=None, hint=None):
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
+    own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, nodes)
-        own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
+    except ValueError as e:
+        fail(str(e))
+    except DAMAGED as e:
+        fail(f"{path} has no calibration that makes sense ({e}): {hint}")
+    try:
         return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor, **own)
     except TypeError:
         fail(f"--{' and --'.join(own)} cannot be used with --method {opt.method}")
