@@ -496,9 +496,12 @@ class Tokenizer:
 
     @classmethod
     def from_dict(cls, d):
+        import regex                                                   # came with tiktoken, which would crash on these later
         ranks = [base64.b64decode(b) for b in d["ranks"]]
         if not {bytes([b]) for b in range(256)} <= set(ranks) or len(set(ranks)) < len(ranks):
-            raise ValueError("a tokenizer needs every byte, and no token twice")           # tiktoken would crash on it later
+            raise ValueError("a tokenizer needs every byte, and no token twice")
+        if not all(m[0] for m in regex.finditer(d["pattern"], "a é1 \n!")):
+            raise ValueError("the tokenizer's pattern finds empty words")
         return cls(ranks, d["pattern"])
 
 
