@@ -385,11 +385,7 @@ def try_broken_checkpoints(name, n, trained, tmp_path, capsys, seed):
     assert attempt(capsys, sample.main, argv) is None
     for i, data in enumerate(broken_checkpoints(path, random.Random(seed), n)):
         path.write_bytes(data)
-        try:
-            refused += attempt(capsys, sample.main, [*argv, "--tree", "sparse"] if i % 2 and name != "backbone" else argv) is not None
-        except AssertionError:
-            shutil.copy(path, "/tmp/broken.safetensors")
-            raise
+        refused += attempt(capsys, sample.main, [*argv, "--tree", "sparse"] if i % 2 and name != "backbone" else argv) is not None
     assert refused > n / 3
 
 
