@@ -53,8 +53,8 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Amphista: adaptation layers and heads that see each other, on a frozen target."""
-    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
-    stages: int = arg(2, "adaptation layers: 2, 1 (all heads read it) or 0 (heads read the hidden state)")
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1, high=1000)
+    stages: int = arg(2, "adaptation layers: 2, 1 (all heads read it) or 0 (heads read the hidden state)", choices=[0, 1, 2])
     token: bool = arg(True, "the stages read the embedding of the chosen token beside the hidden state")
     block: bool = arg(True, "auto-embedding block: the draft positions attend to each other")
     bidirectional: bool = arg(True, "the block looks both ways; off = a position sees only those before it")
@@ -63,10 +63,10 @@ class Config:
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained matrix for each")
     soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
     hard: float = arg(0.1, "weight of the cross-entropy against the text")
-    decay: float = arg(0.8, "head k weighs decay^k in the loss")
+    decay: float = arg(0.8, "head k weighs decay^k in the loss", high=1)
     anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
     steps: int = arg(360, "optimiser steps", low=1)
-    batch_size: int = arg(4, "sequences in a step", low=1)
+    batch_size: int = arg(4, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 

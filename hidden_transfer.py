@@ -57,7 +57,7 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Hidden Transfer: pseudo states of the next K tokens on a frozen target."""
-    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1)
+    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1, high=1000)
     layers: str = arg("", "block at whose input the states are made: one for all, such as 3, or one each, such as "
                           "2,2,3,3; empty = three quarters up")
     source: str = arg("anchor", "made from the anchor, or from the state before it", choices=["anchor", "previous"])
@@ -65,10 +65,10 @@ class Config:
     init: str = arg("identity", "the maps at the start", choices=["identity", "random"])
     kl: str = arg("forward", "KL(target || draft), or KL(draft || target)", choices=["forward", "reverse"])
     hard: float = arg(0.0, "share of the loss against the text instead of the target's own distribution")
-    decay: float = arg(0.8, "state k weighs decay^k in the loss")
+    decay: float = arg(0.8, "state k weighs decay^k in the loss", high=1)
     anchors: int = arg(64, "anchors drawn from a sequence in a training step (0 = all of them)")
     steps: int = arg(260, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 
@@ -238,9 +238,10 @@ class Drafter:
                 stay[tree.parent[i]] -= tree.value[i]
         return sorted(sorted(range(N), key=lambda i: -stay[i])[:self.groups])
 
-    def ride(self, target, idx, pos, mask, cache, tree):
+    def ride(self, target, idx, pos, mask, cache, tree, ends=None):
         """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
-        net, N, S, ends = self.net, idx.size(1), cache.length, self.likely_ends(idx.size(1), tree)
+        net, N, S, real_rows = self.net, idx.size(1), cache.length, (target, idx, pos, mask, cache, tree)
+        ends = self.likely_ends(N, tree) if ends is None else ends
         self.tree, self.ends, self.states = tree, ends, {}
         x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
         at = torch.tensor(ends, device=x.device)
@@ -252,7 +253,10 @@ class Drafter:
             mask = torch.cat((torch.from_numpy(real).to(look.device), look))
         for l, x in net(target, x, lambda l, x: x.index_select(1, at) if ends else None, pos, mask, cache):
             self.states[l] = x                                         # (1, N + pseudo rows, C)
-        return target.norm(x[:, :N])                                   # pseudo keys, behind the nodes', go unkept
+        hidden = target.norm(x[:, :N])                                 # pseudo keys, behind the nodes', go unkept
+        if ends and hidden.isnan().any():                              # no mask hides a NaN or an infinity: once more without
+            return self.ride(*real_rows, [])
+        return hidden
 
     def observe(self, tokens, hidden, cache):
         end = len(tokens) - 1                                          # the row of the last committed token

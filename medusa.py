@@ -54,14 +54,14 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Heads on a frozen target (Medusa-1), or heads and a backbone of their own (Medusa-2)."""
-    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1)
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1, high=1000)
     share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
     soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
     hard: float = arg(0.1, "weight of the cross-entropy against the text (the paper: 1, and soft 0)")
-    decay: float = arg(0.8, "head k weighs decay^k in the loss")
+    decay: float = arg(0.8, "head k weighs decay^k in the loss", high=1)
     anchors: int = arg(64, "random anchors a sequence that a training step puts through the heads; 0 = all")
     steps: int = arg(400, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
     recipe: int = arg(1, "1 = Medusa-1; 2 = Medusa-2, which also trains a copy of the backbone -> OUT/medusa2", choices=[1, 2])
     warmup: float = arg(0.5, "recipe 2: share of the training in which the heads learn alone (stage 1)")

@@ -52,7 +52,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, make_norm, rotate
+from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, fail, make_norm, rotate
 from tree import Sampler, Tree, complete
 
 
@@ -62,8 +62,8 @@ from tree import Sampler, Tree, complete
 @dataclass
 class Config:
     """Mixture of Attentions on a frozen target."""
-    depth: int = arg(4, "K, levels of the tree", low=1)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1)
+    depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1, high=1000)
     tli: int = arg(1, "N, last layers of the target that the drafter runs too; 0 = none")
     mlp: int = arg(0, "feed-forward width of SA and CA; 0 = 1.5 C (the authors')")
     lsa_mlp: int = arg(256, "feed-forward width of LSA; 0 = 1.5 x its input (the authors')")
@@ -77,7 +77,7 @@ class Config:
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
     steps: int = arg(220, "optimiser steps", low=1)
-    batch_size: int = arg(4, "sequences in a step", low=1)
+    batch_size: int = arg(4, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
 
@@ -121,8 +121,8 @@ class Net(nn.Module):
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
         c = target.cfg
-        assert 0 <= cfg.tli <= c.n_layer, f"the target has {c.n_layer} layers, tli = {cfg.tli} asks for more"
-        assert 2 <= cfg.every_min <= cfg.every_max, f"every_min {cfg.every_min} > every_max {cfg.every_max}, or < 2"
+        if cfg.tli > c.n_layer or c.n_head % (cfg.n_kv_head or 1) or not 2 <= cfg.every_min <= cfg.every_max:
+            fail(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,

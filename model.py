@@ -20,6 +20,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import struct
 import sys
 import argparse
@@ -35,24 +36,28 @@ from safetensors.torch import load_file, save_file
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 
-def arg(default, help, low=0, choices=None):
-    """A dataclass field that is also a command line option: a number of at least low, or one of choices."""
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+def arg(default, help, low=0, choices=None, high=None):
+    """A dataclass field that is also a command line option: a number from low to high (None: what fits), or one of choices."""
+    high = high or (2**31 - 1 if isinstance(default, int) else sys.float_info.max)
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices, "high": high})
+
+
+DTYPES = ["auto", "float32", "bfloat16", "float16", "float64"]         # choices of --dtype
 
 
 @dataclass
 class GPTConfig:
     """Shape of the backbone."""
-    n_layer: int = arg(4, "number of blocks", low=1)
-    n_head: int = arg(4, "query heads", low=1)
+    n_layer: int = arg(4, "number of blocks", low=1, high=1000)
+    n_head: int = arg(4, "query heads", low=1, high=2**16)
     n_kv_head: int = arg(4, "key/value heads; fewer than query heads is grouped-query attention", low=1)
-    n_embd: int = arg(256, "C, channels", low=2)
-    n_ffn: int = arg(688, "width of the feed-forward layer", low=1)
-    vocab_size: int = arg(2048, "V, size of the vocabulary", low=2)
-    block_size: int = arg(512, "longest text in tokens, prompt included", low=2)
+    n_embd: int = arg(256, "C, channels", low=2, high=2**16)
+    n_ffn: int = arg(688, "width of the feed-forward layer", low=1, high=2**18)
+    vocab_size: int = arg(2048, "V, size of the vocabulary", low=2, high=2**20)
+    block_size: int = arg(512, "longest text in tokens, prompt included", low=2, high=2**22)
     style: str = arg("llama", "which family", choices=["llama", "gpt2"])
     tied: bool = arg(True, "lm_head is the embedding matrix")
-    head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head")
+    head_dim: int = arg(0, "D, width of a head; 0 means n_embd / n_head", high=2**16)
     qkv_bias: bool = arg(False, "biases on queries, keys and values (gpt2 always has them)")
     rope_theta: float = arg(10000.0, "base of the rotary frequencies")
     eps: float = arg(1e-5, "epsilon of the norms")
@@ -471,7 +476,8 @@ class Tokenizer:
         t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"),
                                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
+        pieces = (p for text in texts for p in re.split(r"(\S{1000}|\s{1000})", text))       # long words take the square of time
+        t.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False))
         byte = byte_characters()
         tokens = sorted(t.get_vocab().items(), key=lambda item: item[1])
         return cls([bytes(byte[ch] for ch in token) for token, _ in tokens])
@@ -490,7 +496,13 @@ class Tokenizer:
 
     @classmethod
     def from_dict(cls, d):
-        return cls([base64.b64decode(b) for b in d["ranks"]], d["pattern"])
+        import regex                                                   # came with tiktoken, which would crash on these later
+        ranks = [base64.b64decode(b) for b in d["ranks"]]
+        if not {bytes([b]) for b in range(256)} <= set(ranks) or len(set(ranks)) < len(ranks):
+            raise ValueError("a tokenizer needs every byte, and no token twice")
+        if not all(m[0] for m in regex.finditer(d["pattern"], "a é1 \n!")):
+            raise ValueError("the tokenizer's pattern finds empty words")
+        return cls(ranks, d["pattern"])
 
 
 class PretrainedTokenizer:
@@ -565,8 +577,37 @@ class PretrainedTokenizer:
 
 def fail(message):
     """End on an error the user can mend: one clear line, exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+def command(main, *args):
+    """Run a command line's main: Ctrl-C is no error, and what no option could have foreseen gets its line too."""
+    try:
+        return main(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+    except BrokenPipeError:                                            # whoever read what we print has gone: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141)
+    except FloatingPointError as e:                                    # NaN, in a text that is being written
+        fail(e)
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if not re.search("alloc|memory|overflow", f"{type(e).__name__} {e}", re.I):
+            raise
+        fail(f"these options are too large for this machine ({first_line(e)}): choose smaller ones")
+
+
+# what a file can raise that is damaged, of another version, or somebody else's
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError, OSError, SafetensorError)
+
+
+def read_text(path, errors="strict"):
+    """A file -> its text. Raises OSError, also for what is no file: a pipe could keep us waiting for ever."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError("there is no such file")
+    with open(path, encoding="utf-8", errors=errors) as f:
+        return f.read()
 
 
 def fingerprint(tensors):
@@ -591,6 +632,8 @@ def save(path, tensors, meta, half=False):
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed while it wrote
+            os.remove(left)
         save_file(tensors, tmp, metadata={"meta": text})
         os.replace(tmp, path)
         with open(tmp, "w") as f:
@@ -612,7 +655,7 @@ def load(path, what, hint):
         with open(path, "rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         return tensors, dict(json.loads(header["__metadata__"]["meta"]))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
+    except DAMAGED as e:
         fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
 
 
@@ -649,7 +692,7 @@ def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
     try:
         model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
-    except (KeyError, TypeError, ValueError) as e:
+    except DAMAGED as e:
         fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
     load_weights(model, tensors, path, model_tensors(model))
     whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole
@@ -745,6 +788,10 @@ def parse(*configs, argv=None, defaults=None):
     p = argparse.ArgumentParser(description=configs[0].__doc__, allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.error = fail
+    try:
+        "".join(sys.argv if argv is None else argv).encode()
+    except UnicodeEncodeError:
+        fail("an option is not valid UTF-8 text")
     for f in (f for c in configs for f in fields(c)):
         kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(
             type=f.type, choices=f.metadata["choices"], metavar=None if f.metadata["choices"] else f.type.__name__)
@@ -752,8 +799,10 @@ def parse(*configs, argv=None, defaults=None):
                        help=f.metadata["help"].replace("%", "%%"), **kind)
     args = vars(p.parse_args(argv))
     for f in (f for c in configs for f in fields(c)):
-        if f.type in (int, float) and not f.metadata["low"] <= args[f.name] < math.inf:
-            fail(f"--{f.name.replace('_', '-')} must be {f.metadata['low']} or more, not {args[f.name]}")
+        low, high = f.metadata["low"], f.metadata["high"]
+        if f.type in (int, float) and not low <= args[f.name] <= high:
+            more = f"{low} or more" if not args[f.name] > high or math.isinf(args[f.name]) else f"at most {high}"
+            fail(f"--{f.name.replace('_', '-')} must be {more}, not {args[f.name]}")
     try:
         return [c(**{f.name: args[f.name] for f in fields(c)}) for c in configs]
     except ValueError as e:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
-from model import (arg, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights, out_folder, parse,
-                   pick_device)
+from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights,
+                   out_folder, parse, pick_device)
 from train import METHODS, accuracy, most_nodes
 from tree import Sampler, complete, generate, parse_tree
 
@@ -40,25 +40,24 @@ class Options:
     temperature: float = arg(0.0, "0 is greedy; 1 samples from the model's own distribution")
     top_k: int = arg(0, "sample among the k likeliest tokens only (0 = off)")
     top_p: float = arg(1.0, "sample among the likeliest tokens that hold this much probability (1 = off)")
-    seed: int = arg(0, "same seed, same text, with any method")
+    seed: int = arg(0, "same seed, same text, with any method", high=2**64 - 1)
     accept: str = arg("exact", "typical = Medusa's LOSSY acceptance: faster, but no sample of the model's distribution",
                       choices=["exact", "typical"])
     epsilon: float = arg(0.09, "typical accepts a token of probability p if p > min(epsilon, delta * exp(-entropy))")
     delta: float = arg(0.3, "see epsilon; the paper sets it to the square root of epsilon")
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
-    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)")
+    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)", high=4096)
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
     groups: int = arg(-1, "Hidden Transfer: nodes that carry pseudo states in the verifying forward (-1 = its default)", low=-1)
-    depth: int = arg(0, "MoA: levels of the tree (0 = its default)")
-    breadth: int = arg(0, "MoA: nodes run in a level, and children that each proposes (0 = as trained)")
+    depth: int = arg(0, "MoA: levels of the tree (0 = its default)", high=4096)
+    breadth: int = arg(0, "MoA: nodes run in a level, and children that each proposes (0 = as trained)", high=4096)
     share_noise: bool = arg(True, "let the drafter rank its guesses with the target's own noise (matters when temperature > 0)")
     out: str = arg("out", "folder of checkpoints, as train.py wrote it; drafters of --backbone gpt2 are in OUT/gpt2")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
-                     choices=["auto", "float32", "bfloat16", "float16", "float64"])
+    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
 
 WEIGHTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "weights")
@@ -91,15 +90,20 @@ def load_drafter(opt, target, method=None, hint=None):
     try:
         ids, cfg = tensors.get("head.ids"), method.Config(**meta["config"])            # ids: of a draft vocabulary
         net = method.Net(cfg, target) if ids is None else method.Net(cfg, target, ids)
-    except (TypeError, KeyError, AssertionError) as e:
+        hits = meta.get("calibration") and accuracy(meta["calibration"])
+    except DAMAGED as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)
     nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
-    calibration = meta.get("calibration")
+    own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
     try:
-        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), calibration and accuracy(calibration), nodes)
-        own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
+        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, nodes)
+    except ValueError as e:
+        fail(str(e))
+    except DAMAGED as e:
+        fail(f"{path} has no calibration that makes sense ({e}): {hint}")
+    try:
         return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor, **own)
     except TypeError:
         fail(f"--{' and --'.join(own)} cannot be used with --method {opt.method}")
@@ -185,7 +189,11 @@ def main(argv=None):
     except ValueError as e:
         fail(str(e))
     target, tokenizer, drafter, sampler = setup(opt, bool(client))
-    text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
+    try:
+        text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
+        text.encode()
+    except UnicodeError:
+        fail("--prompt -: what came from stdin is not UTF-8 text")
     chat = opt.chat and tokenizer.has_chat
     prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
     sys.stdout.write(text + "\n\n" if chat else text)
@@ -194,8 +202,6 @@ def main(argv=None):
         tokens, stats = stream(opt, target, tokenizer, prompt, drafter, sampler, client)
     except (ValueError, Refused, Unreachable) as e:
         print()
-        fail(str(e))
-    except FloatingPointError as e:
         fail(str(e))
     why = {"eos": "end of text", "budget": "--max-new-tokens", "context": f"the context of {target.cfg.block_size} tokens is full"}
     print(f"\n{opt.method}: {len(tokens)} tokens in {len(stats.accepted)} target forwards, tau {stats.tau:.2f}, "
@@ -211,7 +217,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130)
+    command(main)

@@ -39,8 +39,8 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (GPT, GPTConfig, Tokenizer, arg, fail, load, load_model, load_pretrained, load_weights, out_folder, parse,
-                   pick_device, save, save_model)
+from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, load, load_model, load_pretrained, load_weights, out_folder,
+                   parse, pick_device, read_text, save, save_model)
 from tree import complete
 
 # --method -> the file that is the method
@@ -72,7 +72,7 @@ class Options:
 class BackboneConfig(GPTConfig):
     """The backbone and its training."""
     steps: int = arg(1500, "optimiser steps", low=1)
-    batch_size: int = arg(2, "sequences of block_size tokens in a step (or more of them, shorter)", low=1)
+    batch_size: int = arg(2, "sequences of block_size tokens in a step (or more of them, shorter)", low=1, high=2**20)
     accumulate: int = arg(1, "split a step into this many forward passes, to save memory", low=1)
     first_length: int = arg(128, "sequences start this short, and as many more of them, until two thirds of the training", low=1)
     lr: float = arg(0.02, "peak learning rate of the matrices (Muon)")
@@ -162,7 +162,7 @@ class Corpus:
         if len(self.train) < T + 1:
             fail(f"the training text has {len(self.train)} tokens, a sequence needs {T + 1}: give more --data")
         at = torch.randint(len(self.train) - T + 1, (B,), generator=torch.Generator().manual_seed(seed))
-        return torch.stack([self.train[i:i + T] for i in at]).long()
+        return self.train[at[:, None] + torch.arange(T)].long()
 
     def val_batches(self, B, T, n):
         """At most n batches of held-out text, side by side; the same every time."""
@@ -185,7 +185,7 @@ LONGEST = 512                                                          # tokens 
 
 def pick(logits, temperature, top_p, u):
     """(B, V) logits, u (B,) uniform in [0, 1) -> (B,) samples after temperature and top-p; temperature 0 is greedy."""
-    if temperature == 0:
+    if temperature < 1e-30:                                            # single precision cannot divide by less
         return logits.argmax(-1)
     p = (logits.float() / temperature).softmax(-1)
     top, ids, k = p, torch.arange(p.size(-1), device=p.device).expand_as(p), p.size(-1)
@@ -243,12 +243,12 @@ def read_scripts(opt, tokenizer, block_size):
     conversations = [None]                                             # lists of the user's turns
     if opt.self_prompts:
         try:
-            with open(opt.self_prompts, encoding="utf-8") as f:
-                lines = [line.strip() for line in f if line.strip()]
+            lines = [line.strip() for line in read_text(opt.self_prompts).split("\n") if line.strip()]
             conversations = [json.loads(line)["turns"] if lines[0].startswith("{") else [line] for line in lines]
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except DAMAGED as e:
             fail(f"--self-prompts {opt.self_prompts} cannot be read ({type(e).__name__}: {e}): a prompt a line, or JSON lines")
-        if not conversations or not all(turns and all(isinstance(t, str) for t in turns) for turns in conversations):
+        if not conversations or not all(
+                turns and isinstance(turns, list) and all(isinstance(t, str) for t in turns) for turns in conversations):
             fail(f"--self-prompts {opt.self_prompts}: every line needs a prompt, or turns, a list of texts")
     scripts = [tokenizer.script(turns) if tokenizer.has_chat else [tokenizer.start + tokenizer.encode(turns[0] if turns else "")]
                for turns in conversations]
@@ -344,7 +344,10 @@ class Run:
             compile_blocks(module.target, self.opt)
         peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
         if self.opt.resume and os.path.exists(self.resume_path):
-            self.restore()
+            try:
+                self.restore()
+            except DAMAGED as e:
+                fail(f"{self.resume_path} is broken or of another version ({type(e).__name__}: {e}): start without --resume")
         old = signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True)), signal.signal(
             signal.SIGTERM, lambda *_: setattr(self, "stop", True))
         bar = tqdm(total=100, desc=self.kind, disable=None if rank() == 0 else True, bar_format="{desc} {percentage:3.0f}%|{bar}| "
@@ -353,7 +356,7 @@ class Run:
         eval_at = math.floor(self.progress() * 10) + 1
         module.train()
         try:
-            while self.progress() < 1 and not self.stop:
+            while (self.progress() < 1 or not self.step) and not self.stop:
                 for o, lrs in zip(optimisers, peak):
                     for g, lr in zip(o.param_groups, lrs):
                         g["lr"] = lr * self.schedule()
@@ -399,8 +402,6 @@ class Run:
             return
         train = torch.stack(self.seen).mean().item()                   # only here does training wait for the device
         now = time.perf_counter()
-        if not math.isfinite(train):
-            fail(f"{self.kind}: the loss is {train} before step {self.step}: lower --lr; {self.path} keeps the last good state")
         speed = (self.step - self.last[0]) * self.cfg.batch_size * self.T * self.world / (now - self.last[1])
         self.module.eval()
         with torch.no_grad(), self.amp, torch.random.fork_rng(devices=[]):         # a look at the model changes nothing
@@ -408,6 +409,9 @@ class Run:
             parts = [self.evaluate(x.to(self.device)) for x in self.corpus.val_batches(8, self.T, 4)]
         self.module.train()
         val = sum(float(p[0]) for p in parts) / len(parts)
+        if not math.isfinite(train + val):
+            fail(f"{self.kind}: the loss is {train if math.isfinite(val) else val} before step {self.step}: lower --lr; {self.path} keeps "
+                 "the last good state")
         top1 = [round(float(a), 4) for a in torch.stack([p[1] for p in parts]).mean(0)] if len(parts[0][1]) else []
         more = {k: round(sum(float(p[2][k]) for p in parts) / len(parts), 4) for k in (parts[0][2] if len(parts[0]) > 2 else ())}
         spent = self.elapsed + now - self.since
@@ -424,9 +428,13 @@ class Run:
         text += "".join(f" | {k.replace('_', ' ')} {v:.3f}" for k, v in more.items())
         say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
         if rank() == 0:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with open(os.path.join(self.opt.out, self.kind, "log.jsonl"), "a") as f:
-                f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            log = os.path.join(self.opt.out, self.kind, "log.jsonl")
+            try:
+                os.makedirs(os.path.dirname(log), exist_ok=True)
+                with open(log, "a") as f:
+                    f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            except OSError as e:
+                fail(f"cannot write {log}: {e}; --resume goes on from the last checkpoint")
         self.seen, self.last = [], (self.step, time.perf_counter())
 
     def save(self):
@@ -464,7 +472,7 @@ class Run:
     def restore(self):
         """Go back to the last save of an interrupted run."""
         tensors, meta = load(self.resume_path, "interrupted run", "start without --resume")
-        if meta["config"] != asdict(self.cfg):
+        if meta.get("config") != asdict(self.cfg):
             wrong = [k for k, v in asdict(self.cfg).items() if meta["config"].get(k) != v]
             fail(f"{self.resume_path} was started with another {', '.join(wrong)}: use the same options, or leave --resume out")
         if self.vocab is not None and not torch.equal(self.vocab, tensors.get("module.head.ids", self.vocab[:0])):
@@ -478,9 +486,11 @@ class Run:
                 if name.startswith(f"optimiser.{i}."):
                     _, _, p, k = name.split(".", 3)
                     state.setdefault(int(p), {})[k] = v
+            if len({frozenset(s) for s in state.values()}) > 1:
+                raise KeyError("a part of the optimiser's state")
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng"])
-        self.step, self.elapsed, self.metrics = meta["step"], meta["elapsed"], meta["metrics"]
+        self.step, self.elapsed, self.metrics = int(meta["step"]), float(meta["elapsed"]), dict(meta["metrics"])
         say(f"resuming {self.kind} at step {self.step}")
 
 
@@ -589,7 +599,11 @@ def get_backbone(opt, cfg, corpus, device, again):
         if cfg.vocab_size < 257:
             fail(f"--vocab-size must be 257 or more (256 bytes and the end of text), not {cfg.vocab_size}")
         if resume:
-            tokenizer = Tokenizer.from_dict(load(resume_path, "interrupted run", "start without --resume")[1]["tokenizer"])
+            state = load(resume_path, "interrupted run", "start without --resume")[1]
+            try:
+                tokenizer = Tokenizer.from_dict(state["tokenizer"])
+            except DAMAGED as e:
+                fail(f"{resume_path} is broken or of another version ({type(e).__name__}: {e}): start without --resume")
         else:
             tokenizer = Tokenizer.train(corpus.train_texts, cfg.vocab_size)
         cfg.vocab_size = tokenizer.vocab_size                          # a short text may not have that many tokens
@@ -626,6 +640,10 @@ def train_drafter(kind, opt, cfg, corpus, target, device, method=None):
         if meta.get("finished") and meta.get("original", meta.get("backbone")) == target.fingerprint and same:
             say(f"{kind}: finished already -> {run.path}")
             return dict(method=kind, parameters=meta["parameters"], **meta["metrics"])
+    K, room = 1 if kind == "moa" else getattr(cfg, "n_heads", 0) or cfg.depth, min(run.T, len(corpus.val))
+    if room < K + 2:
+        fail(f"{kind} guesses {K} positions, for which sequences need {K + 2} tokens; here they have {room}: fewer positions, a "
+             "longer --block-size, or more --data")
     describe(run)
     net = method.train(cfg, target, run)
     run.meta["parameters"] = count(net)
@@ -654,6 +672,10 @@ def main(argv=None):
     preset = lambda kind: GPU.get(kind, {}) if big else {}
     Config = BackboneConfig if known.method == "backbone" else METHODS[known.method].Config if known.method in METHODS else None
     opt, *cfg = parse(Options, *filter(None, [Config]), argv=argv, defaults=preset(known.method))
+    try:
+        os.makedirs(opt.out or ".", exist_ok=True)                     # better now than after the first minutes
+    except OSError as e:
+        fail(f"--out {opt.out} cannot be written to: {e}")
     if opt.minutes and "RANK" in os.environ:
         fail("--minutes works with one process only: several would not stop at the same step")
     device = setup(opt)
@@ -711,7 +733,4 @@ def describe(run):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130)
+    command(main)

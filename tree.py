@@ -55,7 +55,7 @@ class Sampler:
 
     def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True, typical=None):
         epsilon, delta = typical or (0, 0)
-        for ok, message in ((0 <= temperature < math.inf, f"temperature must be 0 or more, not {temperature}"),
+        for ok, message in ((0 <= temperature <= 1e9, f"temperature must lie between 0 and 1e9, not {temperature}"),
                             (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
                             (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
                             (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}"),
@@ -63,6 +63,7 @@ class Sampler:
                             (0 <= delta < math.inf, f"delta must be 0 or more, not {delta}")):
             if not ok:
                 raise ValueError(message)
+        temperature = 0.0 if temperature < 1e-30 else temperature      # single precision cannot divide by less
         self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
         self.typical = typical
         self.rows = {}                                                 # position -> its noise, until the text has passed it
@@ -401,10 +402,17 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         else:
             tree = Tree([root], [-1])
         lap("draft")
-        pos = torch.tensor(tree.depth, device=device) + S
-        hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
-        logits = target.lm_head(hidden[0])                             # (N, V)
-        choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+        while True:
+            pos = torch.tensor(tree.depth, device=device) + S
+            hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
+            logits = target.lm_head(hidden[0])                         # (N, V)
+            try:
+                choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+                break
+            except FloatingPointError:                                 # a draft that overflows spoils its neighbours: without
+                if len(tree) == 1:
+                    raise
+                tree = tree.cut(0)
         lap("verify")                                                  # choose has waited for the device
         stats.nodes += len(tree)
         if sampler.typical:                                            # lossy, and only if asked for

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import hidden_transfer
 import sample
-from model import arg, fail, parse
+from model import arg, command, fail, parse
 from train import Corpus, read_texts
 
 
@@ -66,4 +66,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

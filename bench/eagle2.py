@@ -48,14 +48,14 @@ from tree import Sampler, Tree, complete
 @dataclass
 class Config:
     """EAGLE-2 on a frozen target."""
-    depth: int = arg(4, "K, levels of the tree", low=1)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1)
+    depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1, high=1000)
     mlp: int = arg(0, "feed-forward width of the layer; 0 = the target's (the authors')")
     noise: float = arg(0.1, "noise on the features while training, see Maths")
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distance of the features")
     steps: int = arg(400, "optimiser steps", low=1)
-    batch_size: int = arg(8, "sequences in a step", low=1)
+    batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(2e-3, "learning rate at its peak")
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import moa
 import sample
 from bench import remote
-from model import arg, fail, parse
+from model import arg, command, fail, parse
 from train import METHODS, Corpus, most_nodes, read_texts, versions
 from tree import Sampler, chain
 
@@ -36,9 +36,9 @@ class Options:
     """Decoding over simulated networks, and drafters that are cut off."""
     rtts: str = arg("5,20,50,100", "round trips in ms, with commas; empty = no such table")
     mbit: float = arg(0.0, "megabits per second each way (0 = no limit)")
-    wire: str = arg("float16", "as for sample.py")
+    wire: str = arg("float16", "as for sample.py", choices=list(remote.WIRES))
     chains: str = arg("2,4,8", "lengths of MoA's chain drafts")
-    temperature: float = arg(0.0, "of the texts over the network")
+    temperature: float = arg(0.0, "of the texts over the network", high=1e9)
     prompts: int = arg(8, "number of prompts", low=1)
     prompt_tokens: int = arg(64, "length of a prompt", low=1)
     new_tokens: int = arg(128, "tokens to write after each", low=1)
@@ -127,4 +127,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 import safetensors.torch
 import torch
 
-from model import arg, fail, load, model_tensors, parse, save
+from model import DTYPES, arg, command, fail, load, model_tensors, parse, save
 from tree import Sampler, Stats, Tree, tree_mask, walk
 
 WIRES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -100,14 +100,13 @@ class Serve:
     sessions: int = arg(16, "texts in work at a time; one more throws out the one that was idle longest", low=1)
     memory_mb: int = arg(1024, "memory for their caches, likewise", low=1)
     idle: float = arg(600.0, "seconds until an idle session is dropped")
-    nodes: int = arg(128, "most nodes of a tree, root included", low=1)
+    nodes: int = arg(128, "most nodes of a tree, root included", low=1, high=4096)
     connections: int = arg(64, "connections at a time", low=1)
     timeout: float = arg(20.0, "seconds for a request to come in, or for an answer to be taken", low=0.05)
     out: str = arg("out", "folder of checkpoints, as train.py wrote it")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU",
-                     choices=["auto", "float32", "bfloat16", "float16", "float64"])
+    dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -196,8 +195,8 @@ class Server(http.server.ThreadingHTTPServer):
               f"not above {c.block_size}")
         check(whole([m.get("have")], 0, len(text)), f"have must lie between 0 and {len(text) - 1}")
         numbers = {k: m.get(k) for k in ("temperature", "top_k", "top_p", "seed")}
-        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items())
-              and numbers["temperature"] < 1e6, "temperature and top_p must be numbers, top_k and seed whole ones")
+        check(all(type(x) is int or type(x) is float and k in ("temperature", "top_p") for k, x in numbers.items()),
+              "temperature and top_p must be numbers, top_k and seed whole ones")
         try:
             sampler = Sampler(**numbers)
         except ValueError as e:
@@ -230,11 +229,19 @@ class Server(http.server.ThreadingHTTPServer):
               enumerate(parent)), "parent must be -1, then an earlier node for every token")
         tree, device = Tree(tokens, parent), s.cache.k.device
         check(S + max(tree.depth) < s.max_len, f"the tree reaches beyond the {s.max_len} tokens of this session")
-        pos = torch.tensor(tree.depth, device=device) + S
-        hidden = self.target.hidden(torch.tensor([tokens], device=device), pos, tree_mask(parent, S).to(device), s.cache)
-        choice = s.sampler.choose(self.target.lm_head(hidden[0]), [S + d + 1 for d in tree.depth])
+        while True:
+            pos = torch.tensor(tree.depth, device=device) + S
+            mask = tree_mask(tree.parent, S).to(device)
+            hidden = self.target.hidden(torch.tensor([tree.tokens], device=device), pos, mask, s.cache)
+            try:
+                choice = s.sampler.choose(self.target.lm_head(hidden[0]), [S + d + 1 for d in tree.depth])
+                break
+            except FloatingPointError:                                 # as in generate
+                if len(tree) == 1:
+                    raise
+                tree = tree.cut(0)
         s.sampler.rows.clear()                                         # V numbers a position, and they can be drawn again
-        path, out = walk(tokens, parent, choice)
+        path, out = walk(tree.tokens, tree.parent, choice)
         s.cache.keep(path)
         s.text = s.text + [tokens[i] for i in path]
         return s, {"path": path, "bonus": out[-1]}, S, hidden[:, path]
@@ -556,11 +563,8 @@ class Client:
 # Main
 
 def main(argv):
-    """What follows python moa.py. Returns the exit status."""
+    """What follows python moa.py."""
     commands = {"serve": serve, "split": split}
     if argv[0] not in commands:
         fail(f"python moa.py takes nothing (a self-check), serve or split, not {argv[0]}")
-    try:
-        return commands[argv[0]](argv[1:])
-    except KeyboardInterrupt:
-        return 130
+    return command(commands[argv[0]], argv[1:])

@@ -9,7 +9,7 @@ import os
 import random
 import statistics
 
-from model import fail
+from model import DAMAGED, fail, read_text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,12 +28,11 @@ def whole(r, names):
 def read_answers(path, header, names):
     """What an interrupted run left -> {(temperature, index, turn): record}. A torn line is no answer."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            first, *lines = f.read().split("\n")
+        if not os.path.exists(path):
+            return {}
+        first, *lines = read_text(path, errors="replace").split("\n")
         first = dict(json.loads(first))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as e:
+    except DAMAGED as e:
         fail(f"{path} is not a file of answers ({e}): start without --resume")
     wrong = sorted(k for k in header if first.get(k) != header[k])
     if wrong:
@@ -42,7 +41,7 @@ def read_answers(path, header, names):
     for line in lines:
         try:
             r = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if whole(r, names):
             done[r["temperature"], r["index"], r["turn"]] = r

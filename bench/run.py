@@ -33,7 +33,8 @@ import report
 import sample
 import self_speculative
 import train
-from model import arg, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, to_hf
+from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, load, load_model, load_pretrained, out_folder, parse, read_text,
+                   to_hf)
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete, parse_tree
 
@@ -54,16 +55,16 @@ class Options:
     new_tokens: int = arg(128, "tokens to write after each", low=1)
     data: str = arg("python", "corpus, as for train.py")
     tree: str = arg("best", "as for sample.py")
-    nodes: int = arg(0, "as for sample.py")
+    nodes: int = arg(0, "as for sample.py", high=4096)
     floor: float = arg(sample.Options.floor, "as for sample.py")
     groups: int = arg(-1, "for Hidden Transfer, as for sample.py", low=-1)
-    depth: int = arg(0, "for MoA and EAGLE-2, as for sample.py")
-    breadth: int = arg(0, "for MoA and EAGLE-2, as for sample.py")
+    depth: int = arg(0, "for MoA and EAGLE-2, as for sample.py", high=4096)
+    breadth: int = arg(0, "for MoA and EAGLE-2, as for sample.py", high=4096)
     share_noise: bool = arg(True, "as for sample.py")
     out: str = arg("out", "folder of checkpoints")
     backbone: str = arg("", "as for sample.py")
     device: str = arg("auto", "as for sample.py")
-    dtype: str = arg("auto", "as for sample.py")
+    dtype: str = arg("auto", "as for sample.py", choices=DTYPES)
     train_minutes: float = arg(0.0, "train each drafter this long first, into OUT (0 = take those that are there)")
     json: str = arg("", "write the result here, the answers beside it (.answers.jsonl), and charts if matplotlib is there")
     resume: bool = arg(False, "go on where an interrupted run with this --json stopped")
@@ -77,14 +78,13 @@ def read_questions(path, n):
     """A JSONL file -> n questions spread over it (0 = all): dicts with question, category, turns."""
     out, number = [], 0
     try:
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    q = json.loads(line)
-                    out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
-                    if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
-                        raise ValueError("turns must be a list of texts")
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                q = json.loads(line)
+                out.append(dict(question=str(q["question_id"]), category=str(q["category"]), turns=q["turns"]))
+                if not (isinstance(q["turns"], list) and q["turns"] and all(isinstance(t, str) and t.strip() for t in q["turns"])):
+                    raise ValueError("turns must be a list of texts")
+    except DAMAGED as e:
         fail(f"--questions {path}" + (f", line {number}" if number else "") + f": {type(e).__name__}: {e}")
     if not out:
         fail(f"--questions {path}: there is no question in it")
@@ -274,9 +274,8 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        main()
-    except KeyboardInterrupt:
-        print("stopped; with --json the answers so far are kept, and --resume goes on from here", file=sys.stderr)
-        raise SystemExit(130)
-    except FloatingPointError as e:
-        fail(str(e))
+        command(main)
+    except SystemExit as e:
+        if e.code == 130:
+            print("stopped; with --json the answers so far are kept, and --resume goes on from here", file=sys.stderr)
+        raise

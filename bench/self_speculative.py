@@ -46,13 +46,13 @@ from tree import Sampler, Tree, chain, complete
 @dataclass
 class Config:
     """Self-speculative decoding: the target without some sub-layers drafts."""
-    depth: int = arg(8, "K, longest chain", low=1)
+    depth: int = arg(8, "K, longest chain", low=1, high=1000)
     alpha: float = arg(0.9, "share of the drafts that should be accepted")
     eps: float = arg(0.01, "step of gamma")
     beta1: float = arg(0.5, "how long the acceptance rate remembers")
     beta2: float = arg(0.9, "how slowly gamma moves")
     steps: int = arg(100, "skip sets that the search tries", low=1)
-    batch_size: int = arg(2, "sequences of the text that it tries them on", low=1)
+    batch_size: int = arg(2, "sequences of the text that it tries them on", low=1, high=2**20)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import sample
-from model import arg, fail, parse
+from model import DTYPES, arg, command, fail, parse
 from report import loops
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete
@@ -34,10 +34,10 @@ class Options:
     prompt_tokens: int = arg(64, "length of a prompt", low=1)
     new_tokens: int = arg(128, "tokens to write after each", low=2)
     data: str = arg("python", "corpus, as for train.py")
-    nodes: int = arg(0, "as for sample.py")
+    nodes: int = arg(0, "as for sample.py", high=4096)
     out: str = arg("out", "folder of checkpoints, as for sample.py")
     device: str = arg("auto", "as for sample.py")
-    dtype: str = arg("auto", "as for sample.py")
+    dtype: str = arg("auto", "as for sample.py", choices=DTYPES)
 
 
 @torch.no_grad()
@@ -82,4 +82,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -19,9 +19,9 @@ import self_speculative
 import train
 from conftest import tiny
 from model import Tokenizer, rotate
-from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, check, lively, reference
+from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, any_tree, check, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
-from tree import Sampler, Shape, Tree, cartesian, chain, complete, generate
+from tree import Sampler, Tree, cartesian, chain, complete, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CHAINS = {"self_speculative", "prompt_lookup"}
@@ -146,23 +146,24 @@ def random_case(seed):
     """One run of a rival with everything drawn from seed."""
     rng = random.Random(seed)
     style, H, V, block = rng.choice(["llama", "gpt2"]), rng.choice([2, 4]), rng.choice([2, 3, 23, 60]), rng.randint(6, 40)
-    target = tiny(style, seed, scale=rng.choice([6, 20]), n_layer=rng.randint(1, 3), n_head=H, vocab_size=V, block_size=block,
+    target = tiny(style, seed, scale=rng.choice([6, 20]), n_layer=rng.randint(1, 4), n_head=H, vocab_size=V, block_size=block,
                   n_kv_head=H if style == "gpt2" else rng.choice([1, H]), tied=rng.random() < 0.5, head_dim=rng.choice([0, 6]))
     sampling = rng.choice([{}, dict(temperature=rng.choice([0.3, 1.0, 2.0]), top_k=rng.choice([0, 1, 3]), seed=rng.randrange(2**62),
                                     top_p=rng.choice([1.0, 0.5, 0.0]), share=rng.random() < 0.8)])
     prompt = [rng.randrange(V) for _ in range(rng.choice([1, 2, rng.randint(1, block - 1)]))]
     truth, _ = reference(target, prompt, block, sampling)
     eos = set(rng.sample(truth, min(len(truth), rng.choice([0, 0, 1]))))
-    shape = rng.choice([None, None, chain(rng.randint(0, 5)), cartesian(2, 3), Shape([-1, 0, 0, 0, 2, 4], [0, 0, 1, 3, 0, 1])])
+    shape = rng.choice([None, None, chain(rng.randint(0, 5)), cartesian(2, 3), any_tree(rng)])
     drafter = rival(rng.choice(list(bench.RIVALS)), target, shape, rng.randint(1, 20), seed % 3)
     if rng.random() < 0.6:
         drafter = Guided(drafter, Artificial(prompt + truth + [0] * 8, V, seed, rng.randint(1, 6)))
     check(target, prompt, rng.choice([1, 3, 45]), drafter, sampling, eos, truth)
 
 
-def test_random_cases():
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(1000, 6000), marks=pytest.mark.long)], ids=["few", "many"])
+def test_random_cases(seeds):
     """Whatever the tests above did not think of. random_case(seed) repeats a failure."""
-    for seed in range(60):
+    for seed in seeds:
         try:
             random_case(seed)
         except Exception as e:

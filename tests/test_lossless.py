@@ -37,15 +37,15 @@ SHAPES = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Drafters
 
-def method_drafter(name, target, shape=None, nodes=16, seed=0):
-    """An untrained drafter: as it starts (seed 0), or with all its parameters random."""
+def method_drafter(name, target, shape=None, nodes=16, seed=0, config={}, ids=None, **drafting):
+    """An untrained drafter: as it starts (seed 0), or with all its parameters random. ids: of a draft vocabulary."""
     torch.manual_seed(seed)
     method = METHODS[name]
-    net = method.Net(method.Config(), target).to(target.wte.weight.dtype)
+    net = method.Net(method.Config(**config), target, ids).to(target.wte.weight.dtype)
     for p in net.parameters() if seed else ():
         p.data.add_(0.2 * torch.randn_like(p))
-    shape = shape and shape.limit(net.K, target.cfg.vocab_size)
-    return method.Drafter(net, target, shape=shape, nodes=nodes)
+    shape = shape and shape.limit(net.K, target.cfg.vocab_size if ids is None else len(ids))
+    return method.Drafter(net, target, shape=shape, nodes=nodes, **drafting)
 
 
 class Artificial:
@@ -327,10 +327,7 @@ def test_a_broken_drafter_cannot_break_the_text(method):
         drafter = method_drafter(method, target)
         for p in drafter.net.parameters():
             p.data.fill_(float("nan"))
-        try:
-            check(target, [1, 2, 3], 12, drafter, sampling)
-        except FloatingPointError:                                     # rows that ride in the target's forward may stop it
-            assert hasattr(drafter, "ride")
+        check(target, [1, 2, 3], 12, drafter, sampling)
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -455,13 +452,37 @@ def test_nan_in_the_target_stops_with_a_message():
 # ---------------------------------------------------------------------------------------------------------------------
 # Random cases
 
+def any_tree(rng):
+    """A Shape of up to 14 nodes, siblings of different ranks."""
+    parent = [-1] + [rng.randrange(max(0, i - 4), i) for i in range(1, rng.randint(1, 14))]
+    ranks = [rng.sample(range(16), 14) for _ in parent]
+    return Shape(parent, [0] + [ranks[up].pop() for up in parent[1:]])
+
+
+def any_drafter(name, target, rng, shape, seed):
+    """A drafter of this method, all that can be chosen about it drawn at random."""
+    L, yes = target.cfg.n_layer, lambda: rng.random() < 0.5
+    K, V = rng.randint(1, 6), target.cfg.vocab_size
+    config, drafting = {
+        "medusa": lambda: (dict(n_heads=K, share_head=yes()), {}),
+        "amphista": lambda: (dict(n_heads=K, stages=rng.randint(0, 2), token=yes(), block=yes(), bidirectional=yes(), position=yes(),
+                                  share_head=yes()), {}),
+        "hidden_transfer": lambda: (dict(n_heads=K, layers=",".join(str(l) for l in sorted(rng.randrange(L) for _ in range(K))),
+                                         source=rng.choice(["anchor", "previous"]), blind=yes()), dict(groups=rng.randint(0, 5))),
+        "moa": lambda: (dict(depth=K, breadth=rng.randint(1, 5), tli=rng.randint(0, L), lsa=yes(), n_kv_head=rng.choice([0, 1])),
+                        dict(depth=rng.choice([0, 1, 7]), breadth=rng.choice([0, 1, 7]))),
+    }[name]()
+    ids = torch.tensor(sorted(rng.sample(range(V), rng.randint(1, V)))) if rng.random() < 0.25 else None
+    return method_drafter(name, target, shape, rng.randint(1, 20), seed % 3, config, ids, floor=rng.choice([0.0, 0.0, 0.05]), **drafting)
+
+
 def random_case(seed):
     """One run with everything drawn from seed. Returns how many tokens came, or None for a near tie in single precision."""
     rng = random.Random(seed)
     H, style = rng.choice([2, 4]), rng.choice(["llama", "gpt2"])
     dtype = torch.float32 if rng.random() < 0.25 else torch.float64
     V, block = rng.choice([2, 3, 5, 23, 60]), rng.randint(6, 40)
-    target = tiny(style, seed, dtype, rng.choice([6, 20, 30]), n_layer=rng.randint(1, 3), n_head=H,
+    target = tiny(style, seed, dtype, rng.choice([6, 20, 30]), n_layer=rng.randint(1, 4), n_head=H,
                   n_kv_head=H if style == "gpt2" else rng.choice([1, 2, H]), n_embd=rng.choice([8, 16]), vocab_size=V,
                   block_size=block, tied=rng.random() < 0.5, qkv_bias=rng.random() < 0.3, head_dim=rng.choice([0, 0, 2, 6]))
     sampling = rng.choice([{}, dict(temperature=rng.choice([0.3, 1.0, 2.0]), top_k=rng.choice([0, 0, 1, 3, 99]),
@@ -479,8 +500,8 @@ def random_case(seed):
         drafter = type(ARTIFICIAL[kind](full, V))(full, V, seed, depth, noise)
     else:
         shape = rng.choice([None, None, chain(rng.randint(0, 5)), cartesian(*(rng.randint(1, 3) for _ in range(rng.randint(1, 3)))),
-                            Shape([-1, 0, 0, 0, 2, 4], [0, 0, 1, 3, 0, 1])])
-        drafter = method_drafter(kind.split()[-1], target, shape, rng.randint(1, 20), seed % 3)
+                            any_tree(rng)])
+        drafter = any_drafter(kind.split()[-1], target, rng, shape, seed)
         drafter = Guided(drafter, Artificial(full, V, seed, depth)) if "guided" in kind else drafter
     check(target, prompt, new, drafter, sampling, eos, truth)
     return len(truth)

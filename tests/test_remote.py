@@ -700,6 +700,75 @@ def test_a_fault_of_the_server_does_not_end_it(capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Load
+
+def under_load(seconds, tokens, clients=16, **options):
+    """
+    So many clients, a third of whose answers are dropped, cut, reset or late, write texts for so long; some go away in the
+    middle. Every text must be the target's. -> texts, and how far the process grew in the second half, in bytes.
+    """
+    target, net, part = make_pair()
+    statm = "/proc/self/statm"
+    resident = lambda: int(open(statm).read().split()[1]) * os.sysconf("SC_PAGE_SIZE") if os.path.exists(statm) else 0
+    jobs = [dict(prompt=[i, 2, i + 3][:1 + i % 3], sampling=dict(temperature=i % 2 * 1.0, seed=i)) for i in range(clients)]
+    truth = [plain(target, tokens, **job) for job in jobs]
+    with serving(target, net, **options) as server:
+        rng = random.Random(0)
+
+        class Faults(list):                                            # never empty; a third of the answers
+            def __bool__(self):
+                return True
+
+            def pop(self, at):
+                return rng.choice(["drop", "cut", "reset", "late"]) if rng.random() < 1 / 3 else "ok"
+        server.faults = Faults()
+        texts, sizes, until = 0, [], time.monotonic() + seconds
+
+        def write(i):
+            nonlocal texts
+            mine, n = random.Random(i), 0
+            while time.monotonic() < until or not n:
+                client = make_client(server.server_port, timeout=0.3, retries=30)
+                steps = client.generate(part, jobs[i]["prompt"], tokens, Drafter(net, part, nodes=8), Sampler(**jobs[i]["sampling"]))
+                if n and mine.random() < 0.2:                          # goes away, without a word
+                    got = next(steps) + next(steps)
+                    steps.close()
+                    assert got == truth[i][:len(got)]
+                else:
+                    got, stats = finish(steps)
+                    assert got == truth[i] and not stats.offline, (i, got, truth[i])
+                n += 1
+                texts += 1
+                assert len(server.sessions) <= server.opt.sessions and len(server.since) <= server.opt.connections
+                sizes.append((time.monotonic(), resident()))
+
+        with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+            for run in [pool.submit(write, i) for i in range(clients)]:
+                run.result()
+        assert sum(s.size for s in server.sessions.values()) <= server.opt.memory_mb * 2**20
+        server.opt.idle = 0.05
+        left = time.monotonic() + 10
+        while (server.sessions or server.since) and time.monotonic() < left:
+            time.sleep(0.05)
+        assert not server.sessions and not server.since, "something is left behind"
+    half = [size for at, size in sizes if at > until - seconds / 2] or [0]
+    return texts, max(half) - half[0]
+
+
+def test_sixteen_clients_on_a_bad_line():
+    """Catches sessions that mix, tokens that come twice or never, and sessions, threads or sockets that stay."""
+    texts, _ = under_load(1, 6, sessions=8)
+    assert texts >= 16
+
+
+@pytest.mark.long
+def test_sixteen_clients_for_minutes():
+    """Catches memory that grows with the number of texts."""
+    texts, growth = under_load(180, 40, sessions=8)
+    assert texts > 200 and growth < 32 * 2**20, (texts, growth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Simulated network, statistics, command line
 
 def test_the_simulated_network_and_the_counts():
