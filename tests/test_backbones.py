@@ -202,6 +202,7 @@ def test_names_that_lead_nowhere(tmp_path, capsys, monkeypatch):
     assert "pip install gguf accelerate" in refused(capsys, plain, tmp_path / "x.gguf")
 
 
+@pytest.mark.long
 def test_a_hub_that_never_answers(tmp_path):
     """Catches minutes of retries, or waiting for ever: somebody listens at this address, and says nothing."""
     silent = socket.create_server(("127.0.0.1", 0))
