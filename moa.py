@@ -43,7 +43,6 @@ Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right
          python sample.py --method moa --compare
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765     # bench/remote.py
 """
-import math
 import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, fail, make_norm, rotate
-from tree import Sampler, Tree, complete
+from tree import Sampler, Tree, complete, plant_levels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,8 +247,7 @@ def loss(net, target, x, progress=1.0):
 class Drafter:
     """
     Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree
-    is EAGLE-2's: run the best nodes of a level, let each propose its best children, keep the best of all (V > floor);
-    or a shape says which ranks to take. A level costs 2 + N layers, so by default L layers of the target pay for
+    is EAGLE-2's, see tree.plant_levels. A level costs 2 + N layers, so by default L layers of the target pay for
     1 + L / (2 + N) levels, or as many as the net was trained for.
     """
 
@@ -263,7 +261,6 @@ class Drafter:
             parent = self.shape.parent
             self.rows = self.drafts = len(parent)
             self.depth, self.breadth = max(Tree(parent, parent).depth), max(self.shape.rank) + 1
-            self.children = [[i for i, up in enumerate(parent) if up == n] for n in range(len(parent))]
 
     def start(self, target, max_len):
         w = target.wte.weight
@@ -317,52 +314,18 @@ class Drafter:
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.rows < 2:
             return Tree([root], [-1], [1.0])
-        tokens, parent, value = [root], [-1], [1.0]
-        if self.shape:
-            tokens, parent, value = [root] * self.rows, self.shape.parent, [1.0] * self.rows
         self.sa.crop(min(self.sa.length, S))                           # if asked twice, the other root goes
         new = self.text[self.sa.length:] + [root]                      # what SA has not seen yet
         mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k.dtype)
         logits = self.forward(new, slice(self.sa.length, S + 1), mask, 1)
-        level, seen, rows = [0], {0: []}, 0                            # seen: rows behind the root, by node
-        for d in range(1, depth + 1):
-            scores = sampler.rank(logits, [S + d])                     # one row of noise: one position a level
-            top = scores.topk(self.breadth)
-            logq = top.values - scores.logsumexp(-1, keepdim=True)
-            found = torch.cat((logq, top.indices), -1).tolist()        # the one wait for the device in a level
-            if self.shape:
-                for up, guess in zip(level, found):
-                    for i in self.children[up]:
-                        r = self.shape.rank[i]
-                        tokens[i], value[i] = int(guess[self.breadth + r]), value[up] * math.exp(guess[r])
-                level = [i for up in level for i in self.children[up] if self.children[i]]
-            else:
-                first = len(tokens)
-                for up, guess in zip(level, found):
-                    for logq, token in zip(guess[:self.breadth], guess[self.breadth:]):
-                        q = value[up] * min(1.0, math.exp(logq))       # <= its parent's, so the best are connected
-                        if q > self.floor:
-                            tokens.append(int(token))
-                            parent.append(up)
-                            value.append(q)
-                best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:self.rows - 1]
-                level = [i for i in best if i >= first][:self.breadth]  # others' children cannot be among the best
-            if d == depth or not level:
-                break
-            seen |= {i: seen[parent[i]] + [row] for row, i in enumerate(level, rows)}
-            rows += len(level)
-            mask = [[0.0 if j in seen[i] else -math.inf for j in range(rows)] for i in level]
-            mask = torch.tensor(mask, dtype=self.sa.k.dtype, device=self.pos.device)
-            mask = F.pad(mask, (S + 1, 0))                             # text and root: seen by all
-            logits = self.forward([tokens[i] for i in level], slice(S + d, S + d + 1), mask, len(level))
+
+        def step(d, tokens, up, mask):                                 # text and root: seen by all
+            return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), len(tokens))
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.rows, self.floor, self.shape)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)
-        if self.shape:
-            return Tree(tokens, parent, value).cut(depth)
-        keep = [0] + sorted(best)                                      # in order of birth: parents first
-        place = {-1: -1} | {i: n for n, i in enumerate(keep)}
-        return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+        return tree
 
 
 # ---------------------------------------------------------------------------------------------------------------------

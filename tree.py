@@ -241,6 +241,60 @@ def plant(root, scores, shape=None, nodes=16, floor=0.0):
     return tree
 
 
+def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor=0.0, shape=None):
+    """
+    A tree for drafters that guess one token after the other. EAGLE-2's (arXiv:2406.16858): run the breadth best nodes of a
+    level, let each propose its breadth best children, keep the best of all (path probability V > floor); or a shape says
+    which ranks to take.
+
+    root at position S, logits (1, V) for what follows it. step(d, tokens, up, mask) -> (n, V): runs the n nodes of level d,
+    all at position S + d. up: which row of the last logits guessed each; mask (n, rows) additive: which of the rows since
+    the root, these last, each looks at.
+    """
+    tokens, parent, value = [root], [-1], [1.0]
+    if shape:
+        tokens, parent, value = [root] * len(shape.parent), shape.parent, [1.0] * len(shape.parent)
+        children = [[] for _ in parent]
+        for i in range(1, len(parent)):
+            children[parent[i]].append(i)
+    level, seen, rows = [0], {0: []}, 0                                # seen: rows since the root, by node
+    for d in range(1, depth + 1):
+        scores = sampler.rank(logits, [S + d])                         # one row of noise: one position a level
+        top = scores.topk(breadth)
+        logq = top.values - scores.logsumexp(-1, keepdim=True)
+        found = torch.cat((logq, top.indices), -1).tolist()            # the one wait for the device in a level
+        row = {i: n for n, i in enumerate(level)}
+        if shape:
+            for up, guess in zip(level, found):
+                for i in children[up]:
+                    r = shape.rank[i]
+                    tokens[i], value[i] = int(guess[breadth + r]), value[up] * math.exp(guess[r])
+            level = [i for up in level for i in children[up] if children[i]]
+        else:
+            first = len(tokens)
+            for up, guess in zip(level, found):
+                for logq, token in zip(guess[:breadth], guess[breadth:]):
+                    q = value[up] * min(1.0, math.exp(logq))           # <= its parent's, so the best are connected
+                    if q > floor:
+                        tokens.append(int(token))
+                        parent.append(up)
+                        value.append(q)
+            best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:nodes - 1]
+            level = [i for i in best if i >= first][:breadth]          # others' children cannot be among the best
+        if d == depth or not level:
+            break
+        seen |= {i: seen[parent[i]] + [n] for n, i in enumerate(level, rows)}
+        rows += len(level)
+        mask = [[0.0 if n in seen[i] else -math.inf for n in range(rows)] for i in level]
+        mask = torch.tensor(mask, dtype=logits.dtype, device=logits.device)
+        logits = step(d, [tokens[i] for i in level], [row[parent[i]] for i in level], mask)
+    if shape:
+        return Tree(tokens, parent, value).cut(depth)
+    keep = [0] + sorted(best)                                          # in order of birth: parents first
+    place = {-1: -1} | {i: n for n, i in enumerate(keep)}
+    return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+
+
 def parse_tree(text, K, V, accuracy=None, nodes=16):
     """The --tree option -> Shape, or None for best-first. Raises ValueError for a text that names no tree."""
     if text == "best":

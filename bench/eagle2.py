@@ -28,7 +28,6 @@ Differs  tree       children are ranked with the target's own noise at T > 0; th
          gpt2       the layer is Llama's and rotates; wpe is not read
 Run      python bench/run.py --methods medusa,moa,eagle2 --train-minutes 5
 """
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, Block, GPTConfig, KVCache, arg
-from tree import Sampler, Tree, complete
+from tree import Sampler, Tree, complete, plant_levels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,8 +135,7 @@ def loss(net, target, x):
 class Drafter:
     """
     Has a cache for its layer: rows of verified tokens, from true features; drafts are written behind them and cut off
-    again. Run the best nodes of a level, let each propose its best children, keep the best of all (V > floor); or a
-    shape says which ranks to take.
+    again. The tree grows level by level, see tree.plant_levels.
     """
 
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
@@ -150,7 +148,6 @@ class Drafter:
             parent = self.shape.parent
             self.rows = self.drafts = len(parent)
             self.depth, self.breadth = max(Tree(parent, parent).depth), max(self.shape.rank) + 1
-            self.children = [[i for i, up in enumerate(parent) if up == n] for n in range(len(parent))]
 
     def start(self, target, max_len):
         w = target.wte.weight
@@ -173,52 +170,20 @@ class Drafter:
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.rows < 2:
             return Tree([root], [-1], [1.0])
-        tokens, parent, value = [root], [-1], [1.0]
-        if self.shape:
-            tokens, parent, value = [root] * self.rows, self.shape.parent, [1.0] * self.rows
         self.cache.crop(min(self.cache.length, S - 1))                 # if asked twice, the other root goes
         n = self.cache.length                                          # rows n .. S-1 are new
         mask = self.target.attention_mask(S - n, None, self.cache, self.cache.k.dtype)
         f = self.forward(self.text[n + 1:] + [root], self.f[n - S:], slice(n, S), mask)[-1:]
         self.f = self.f[-1:]
-        level, seen, rows = [0], {0: []}, 0                            # seen: rows behind the root's, by node
-        for d in range(1, depth + 1):
-            scores = sampler.rank(self.target.lm_head(f), [S + d])     # one row of noise: one position a level
-            top = scores.topk(self.breadth)
-            logq = top.values - scores.logsumexp(-1, keepdim=True)
-            found = torch.cat((logq, top.indices), -1).tolist()        # the one wait for the device in a level
-            above = {i: row for row, i in enumerate(level)}            # whose guess f[row] is
-            if self.shape:
-                for up, guess in zip(level, found):
-                    for i in self.children[up]:
-                        r = self.shape.rank[i]
-                        tokens[i], value[i] = int(guess[self.breadth + r]), value[up] * math.exp(guess[r])
-                level = [i for up in level for i in self.children[up] if self.children[i]]
-            else:
-                first = len(tokens)
-                for up, guess in zip(level, found):
-                    for logq, token in zip(guess[:self.breadth], guess[self.breadth:]):
-                        q = value[up] * min(1.0, math.exp(logq))       # <= its parent's, so the best are connected
-                        if q > self.floor:
-                            tokens.append(int(token))
-                            parent.append(up)
-                            value.append(q)
-                best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:self.rows - 1]
-                level = [i for i in best if i >= first][:self.breadth]  # others' children cannot be among the best
-            if d == depth or not level:
-                break
-            seen |= {i: seen[parent[i]] + [row] for row, i in enumerate(level, rows)}
-            rows += len(level)
-            mask = [[0.0 if j in seen[i] else -math.inf for j in range(rows)] for i in level]
-            mask = torch.tensor(mask, dtype=self.cache.k.dtype, device=f.device)
-            mask = F.pad(mask, (S, 0))                                 # text and root: seen by all
-            f = self.forward([tokens[i] for i in level], f[[above[parent[i]] for i in level]], slice(S + d - 1, S + d), mask)
+
+        def step(d, tokens, up, mask):                                 # text and root: seen by all
+            nonlocal f
+            f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
+            return self.target.lm_head(f)
+        logits = self.target.lm_head(f)
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.rows, self.floor, self.shape)
         self.cache.crop(S)                                             # text and root stay, drafts go
-        if self.shape:
-            return Tree(tokens, parent, value).cut(depth)
-        keep = [0] + sorted(best)                                      # in order of birth: parents first
-        place = {-1: -1} | {i: n for n, i in enumerate(keep)}
-        return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+        return tree
 
 
 # ---------------------------------------------------------------------------------------------------------------------

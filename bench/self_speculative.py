@@ -98,7 +98,7 @@ def guesses(net, target, x, full=None):
     anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have guessed, and the
     target's own logits (M, V) for them, with M = B * (T - k - 1). full: what full_pass said of x, if known.
     """
-    (B, T), skip = x.shape, net.skip.tolist()
+    T, skip = x.size(1), net.skip.tolist()
     own, cache = full_pass(net, target, x) if full is None else full
     cache.crop(T)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
