@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")                           # no test
 torch.set_num_threads(1)                                               # for models this small more threads are slower
 
 from model import GPT, GPTConfig  # noqa: E402
+from tree import Tree  # noqa: E402
 
 
 def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
@@ -28,6 +29,30 @@ def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
             if name in ("wte.weight", "norm.weight"):
                 p.mul_(0.3 if p.dim() > 1 else 3.0)                    # and back to logits of size 1
     return target.to(dtype).eval().requires_grad_(False)
+
+
+class Watching:
+    """For a drafter: remembers what it drafted after which text. force: hand out other trees, of which 0..4 tokens will be accepted."""
+    force = None
+
+    def start(self, target, max_len):
+        super().start(target, max_len)
+        self.seen = []
+
+    def draft(self, root, sampler):
+        tree = super().draft(root, sampler)
+        self.seen.append((list(self.text), tree))
+        if self.force is None:
+            return tree
+        (plain, n_prompt), V = self.force, self.target.cfg.vocab_size
+        at = len(self.text) + 1 - n_prompt
+        right = plain[at:at + len(self.seen) % 5]                      # a wrong sibling stands before each right token
+        tokens, parent, up = [root], [-1], 0
+        for token in right:
+            tokens += [(token + 1) % V, token]
+            parent += [up, up]
+            up = len(tokens) - 1
+        return Tree(tokens, parent)
 
 
 def pytest_configure(config):

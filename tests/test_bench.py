@@ -17,9 +17,9 @@ import report
 import run as bench
 import self_speculative
 import train
-from conftest import tiny
+from conftest import Watching, tiny
 from model import Tokenizer, rotate
-from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, any_tree, check, lively, reference
+from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, any_tree, at_the_ends, check, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
 from tree import Sampler, Tree, cartesian, chain, complete, generate
 
@@ -61,15 +61,7 @@ def test_rivals_are_lossless(name, sampling):
 @pytest.mark.parametrize("name", bench.RIVALS)
 def test_rivals_at_the_ends(name, style):
     """Prompts of one token and up to the end of the context, every small budget: an index out of range, one token too many."""
-    target = tiny(style, block_size=24, seed=4)
-    prompt = [random.Random(0).randrange(23) for _ in range(23)]
-    for shape, nodes in (SHAPES["best-first"], SHAPES["chain"]):
-        drafter = rival(name, target, shape, nodes, seed=1)
-        for sampling in (SAMPLING["greedy"], SAMPLING["T = 1"]):
-            for n in (23, 22, 21, 20, 19, 18, 1):
-                check(target, prompt[:n], 30, drafter, sampling)
-            for new in range(7):
-                check(target, prompt[:3], new, drafter, sampling)
+    at_the_ends(style, lambda target, shape, nodes: rival(name, target, shape, nodes, seed=1))
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
@@ -274,27 +266,8 @@ def test_eagle_learns():
     assert sum(run.seen[-5:]) / 5 < 0.5 * run.seen[0], (run.seen[0], run.seen[-5:])
 
 
-class Watch(eagle2.Drafter):
-    """Remembers what it drafted after which text. force: hand out other trees, of which 0..4 tokens will be accepted."""
-    force = None
-
-    def start(self, target, max_len):
-        super().start(target, max_len)
-        self.seen = []
-
-    def draft(self, root, sampler):
-        tree = super().draft(root, sampler)
-        self.seen.append((list(self.text), tree))
-        if self.force is None:
-            return tree
-        (plain, n_prompt), V = self.force, self.target.cfg.vocab_size
-        at = len(self.text) + 1 - n_prompt
-        tokens, parent, up = [root], [-1], 0
-        for token in plain[at:at + len(self.seen) % 5]:                # a wrong sibling stands before each right token
-            tokens += [(token + 1) % V, token]
-            parent += [up, up]
-            up = len(tokens) - 1
-        return Tree(tokens, parent)
+class Watch(Watching, eagle2.Drafter):
+    pass
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])

@@ -263,19 +263,24 @@ def test_methods_in_single_precision(method):
         check(target, [5, 6], 25, Guided(drafter, Artificial([5, 6] + truth, 23)), sampling, truth=truth)
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_at_the_ends(method, style):
-    """Prompts of one token and up to the end of the context, every small budget: an index out of range, one token too many."""
+def at_the_ends(style, make):
+    """make(target, shape, nodes) -> a drafter, which is checked where prompts, texts and budgets are as short or long as can be."""
     target = tiny(style, block_size=24, seed=4)
     prompt = [random.Random(0).randrange(23) for _ in range(23)]
     for shape, nodes in (SHAPES["best-first"], SHAPES["chain"]):
-        drafter = method_drafter(method, target, shape, nodes, seed=1)
+        drafter = make(target, shape, nodes)
         for sampling in (SAMPLING["greedy"], SAMPLING["T = 1"]):
             for n in (23, 22, 21, 20, 19, 18, 1):
                 check(target, prompt[:n], 30, drafter, sampling)
             for new in range(7):
                 check(target, prompt[:3], new, drafter, sampling)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_at_the_ends(method, style):
+    """Prompts of one token and up to the end of the context, every small budget: an index out of range, one token too many."""
+    at_the_ends(style, lambda target, shape, nodes: method_drafter(method, target, shape, nodes, seed=1))
 
 
 @pytest.mark.parametrize("method", METHODS)

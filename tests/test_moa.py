@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import moa
+from conftest import Watching
 from model import GPT, GPTConfig, rotate
 from moa import Config, Drafter, Net, guesses, loss
 from train import calibrate
@@ -150,28 +151,8 @@ def paths(tree):
     return out
 
 
-class Watch(Drafter):
-    """Remembers what it drafted after which text. force: hand out other trees, of which 0..4 tokens will be accepted."""
-    force = None
-
-    def start(self, target, max_len):
-        super().start(target, max_len)
-        self.seen = []
-
-    def draft(self, root, sampler):
-        tree = super().draft(root, sampler)
-        self.seen.append((list(self.text), tree))
-        if self.force is None:
-            return tree
-        (plain, n_prompt), V = self.force, self.target.cfg.vocab_size
-        at = len(self.text) + 1 - n_prompt
-        right = plain[at:at + len(self.seen) % 5]                      # a wrong sibling stands before each right token
-        tokens, parent, up = [root], [-1], 0
-        for token in right:
-            tokens += [(token + 1) % V, token]
-            parent += [up, up]
-            up = len(tokens) - 1
-        return Tree(tokens, parent)
+class Watch(Watching, Drafter):
+    pass
 
 
 # ---------------------------------------------------------------------------------------------------------------------
