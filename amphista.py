@@ -78,7 +78,7 @@ class Net(nn.Module):
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
-        V, C = target.lm_head.weight.shape
+        C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
@@ -191,7 +191,7 @@ class Drafter:
         self.rows = nodes if shape is None else len(shape.parent)
 
     def start(self, target, max_len):
-        like = self.net.proj[0].weight
+        like = target.wte.weight
         self.cache = KVCache(self.net.layer_cfg, max_len, device=like.device, dtype=like.dtype)
         self.tokens, self.h, self.n = [], [], 0
 

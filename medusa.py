@@ -84,7 +84,7 @@ class Net(nn.Module):
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
-        V, C = target.lm_head.weight.shape
+        C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.Linear(C, self.K * C)                           # W1 of all heads in one product

@@ -128,12 +128,12 @@ def setup(opt, remote=False):
         fail(str(e))
     if opt.backbone:
         target, tokenizer, _ = load_pretrained(opt.backbone, device, getattr(torch, dtype))
-        return target, tokenizer, load_drafter(opt, target), sampler
+        return for_decoding(target), tokenizer, load_drafter(opt, target), sampler
     path = os.path.join(checkpoints(opt), "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
     target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))
-    drafter = load_drafter(opt, target)
+    drafter = load_drafter(opt, for_decoding(target))
     if remote:
         keep_last(target, drafter.net.cfg.tli if drafter else 0)
     return target, tokenizer, drafter, sampler

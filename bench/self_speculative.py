@@ -82,9 +82,9 @@ def draft_pass(target, skip, idx, pos, mask, cache):
 
 def cost(target, skip):
     """The share of the target's weights that a draft pass reads; embeddings are looked up, not read."""
-    size = lambda module: sum(p.numel() for p in module.parameters())
+    size = lambda module: sum(v.numel() for v in module.state_dict().values())
     parts = torch.tensor([[size(block.attn) for block in target.blocks], [size(block.mlp) for block in target.blocks]])
-    head = target.lm_head.weight.numel()
+    head = target.wte.weight.numel()
     return ((parts * ~skip.cpu()).sum().item() + head) / (parts.sum().item() + head)
 
 

@@ -408,15 +408,34 @@ def test_layers_share_no_storage():
         assert len(set(places)) == len(places)
 
 
-def test_for_decoding_changes_no_number():
-    """Column-major storage that is really a transposition, a lost tie, a gradient left on."""
-    target = GPT(GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_ffn=24, vocab_size=23, block_size=40)).double()
-    x = ids(23, 1, 20)
-    with torch.no_grad():
-        before, _ = target(x)
-    after, _ = for_decoding(target)(x)
-    assert torch.allclose(before, after, **EXACT) and not after.requires_grad and not target.training
-    assert target.lm_head.weight is target.wte.weight
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("style, tied", [("llama", True), ("gpt2", False)])
+def test_for_decoding_changes_no_number(dtype, style, tied):
+    """Storage that is really a transposition, a lost bias, tie or weight, a gradient left on; 400 channels are packed, 16 are not."""
+    packed = []
+    for C in (16, 400):
+        torch.manual_seed(0)
+        target = GPT(GPTConfig(n_layer=2, n_head=4, n_kv_head=2 + 2 * (style == "gpt2"), n_embd=C, n_ffn=C + 8, vocab_size=C + 7,
+                               block_size=40, style=style, tied=tied)).to(dtype)
+        for name, p in target.named_parameters():
+            torch.nn.init.normal_(p, std=0.05) if name.endswith("bias") else None
+        x, state = ids(23, 1, 20), {k: v.clone() for k, v in target.state_dict().items()}
+        head = M.DraftHead(target, torch.arange(0, C + 7, 1 + (C < 384)))
+        with torch.no_grad():
+            before, drafts = target(x)[0], head(target.hidden(x), target)
+        after = for_decoding(target)(x)[0]
+        exact = {torch.float64: EXACT, torch.float32: dict(atol=1e-4, rtol=1e-4), torch.bfloat16: dict(atol=0.05, rtol=0.05)}[dtype]
+        assert torch.allclose(before, after, **exact) and not after.requires_grad and not target.training
+        assert torch.allclose(drafts, for_decoding(head)(target.hidden(x), target), **exact)
+        again = target.state_dict()
+        assert again.keys() == state.keys() and all(torch.equal(v, again[k]) for k, v in state.items())
+        assert torch.equal(target.lm_head.weight, target.wte.weight) == tied
+        packed.append(isinstance(target.blocks[0].attn.qkv, M.Packed))
+        with torch.inference_mode():                                   # rows apart in memory, one row, none
+            for rows in (before.new_ones(3, 2 * C)[:, ::2], before.new_ones(C), before.new_ones(1, 0, C)):
+                assert target.blocks[0].attn.qkv(rows).shape == (*rows.shape[:-1], target.blocks[0].attn.qkv.weight.size(0))
+    if dtype != torch.bfloat16:                                        # there it depends on the machine
+        assert packed == [False, dtype == torch.float32 and torch.backends.mkl.is_available()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
