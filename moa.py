@@ -254,9 +254,9 @@ class Drafter:
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.rows, self.depth = nodes, depth or min(net.K, 1 + target.cfg.n_layer // (2 + net.cfg.tli))
+        self.nodes, self.depth = nodes, depth or min(net.K, 1 + target.cfg.n_layer // (2 + net.cfg.tli))
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
-        self.drafts = self.breadth * self.depth                        # room for the rows behind the root
+        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room for the rows behind the root
         if shape:
             parent = self.shape.parent
             self.rows = self.drafts = len(parent)
@@ -321,7 +321,7 @@ class Drafter:
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
             return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), len(tokens))
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.rows, self.floor, self.shape)
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)

@@ -23,8 +23,8 @@ import torch
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
 from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights,
                    out_folder, parse, pick_device)
-from train import METHODS, accuracy, most_nodes
-from tree import Sampler, complete, generate, parse_tree
+from train import METHODS, accuracy, gpu, most_nodes
+from tree import Budget, Sampler, complete, forward_seconds, generate, grow, parse_tree
 
 PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
 
@@ -46,7 +46,8 @@ class Options:
     epsilon: float = arg(0.09, "typical accepts a token of probability p if p > min(epsilon, delta * exp(-entropy))")
     delta: float = arg(0.3, "see epsilon; the paper sets it to the square root of epsilon")
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or widths such as 4,2,1")
-    nodes: int = arg(0, "most nodes of a tree, root included (0 = a default for the device)", high=4096)
+    nodes: str = arg("auto", "most nodes of a tree, root included; auto = as many as pay, by the time a forward takes here and "
+                     "by what is accepted (best-first trees; others: 8 on a CPU, 64 on a GPU)")
     floor: float = arg(0.0, "a node enters a best-first tree only if its draft probability is above this")
     groups: int = arg(-1, "Hidden Transfer: nodes that carry pseudo states in the verifying forward (-1 = its default)", low=-1)
     depth: int = arg(0, "MoA: levels of the tree (0 = its default)", high=4096)
@@ -69,6 +70,19 @@ def checkpoints(opt):
     wanted = opt.method if opt.backbone else "backbone"
     missing = opt.out == Options.out and not os.path.exists(os.path.join(own, wanted))
     return ours if missing and os.path.exists(os.path.join(ours, wanted)) else own
+
+
+def how_many(nodes, target):
+    """--nodes -> a number; for auto the device's default."""
+    if nodes == "auto":
+        return most_nodes(str(target.wte.weight.device))
+    try:
+        n = int(nodes)
+    except ValueError:
+        n = 0
+    if not 1 <= n <= 4096:
+        fail(f"--nodes must be auto or a number from 1 to 4096, not {nodes}")
+    return n
 
 
 def load_drafter(opt, target, method=None, hint=None):
@@ -95,7 +109,9 @@ def load_drafter(opt, target, method=None, hint=None):
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)
-    nodes = opt.nodes or most_nodes(str(target.wte.weight.device))
+    nodes = how_many(opt.nodes, target)
+    auto = opt.nodes == "auto" and opt.tree == "best" and hits         # calibration is what it starts from
+    most = 4 * nodes if auto and not gpu(str(target.wte.weight.device)) else nodes
     own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, nodes)
@@ -104,7 +120,11 @@ def load_drafter(opt, target, method=None, hint=None):
     except DAMAGED as e:
         fail(f"{path} has no calibration that makes sense ({e}): {hint}")
     try:
-        return method.Drafter(net, target, shape=shape, nodes=nodes, floor=opt.floor, **own)
+        drafter = method.Drafter(net, target, shape=shape, nodes=most, floor=opt.floor, **own)
+        if auto:
+            target.seconds = getattr(target, "seconds", None) or forward_seconds(target, most)      # once for all drafters
+            drafter.budget = Budget(target.seconds, grow(hits[:getattr(drafter, "depth", net.K)], most).value[1:])
+        return drafter
     except TypeError:
         fail(f"--{' and --'.join(own)} cannot be used with --method {opt.method}")
     except ValueError as e:

@@ -27,6 +27,7 @@ A drafter is any object with
                                            and the target's cache, whose last T rows they are
     draft(root, sampler) -> Tree           guess what follows root, the last emitted token, which is not yet in the cache
     ride(target, idx, pos, mask, cache, tree) -> hidden      optional: run the target's forward itself (Hidden Transfer)
+    budget, nodes                          optional: a Budget, which sets nodes, how large the next tree may be, before each draft
 """
 import heapq
 import itertools
@@ -318,6 +319,72 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Budget: how many nodes pay on this machine
+
+@torch.inference_mode()
+def forward_seconds(target, most, rounds=2):
+    """{n: seconds} of the target's forward of n nodes behind 128 tokens, choice included, for n up to most: the least of rounds."""
+    S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
+    sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most]
+    cache, seconds = target.new_cache(S + most), dict.fromkeys(sizes, math.inf)
+    target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
+    cache.keep(range(S))
+    for r in range(1 + rounds):                                        # the first is the warm-up
+        for n in sizes:
+            start = time.perf_counter()
+            pos = torch.tensor([S - 1] * n, device=device)
+            mask = tree_mask([-1] + [0] * (n - 1), S).to(device)
+            hidden = target.hidden(torch.zeros(1, n, dtype=torch.long, device=device), pos, mask, cache)
+            target.lm_head(hidden[0]).float().max(-1)[1].tolist()      # waits for the device
+            seconds[n] = min(seconds[n], time.perf_counter() - start) if r else math.inf
+    return seconds
+
+
+class Budget:
+    """
+    The number of nodes that yields the most tokens a second here, for this text,
+
+        tokens(n) / seconds(n) = (1 + a_1 + .. + a_{n-1}) / (c(n) + d)
+
+    with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
+    sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
+
+    seconds  {n: c(n)} of forward_seconds; between the n it is interpolated
+    prior    a_1, a_2, ... on held-out text, falling
+    """
+
+    def __init__(self, seconds, prior, weight=8):
+        self.c = np.interp(range(1, max(seconds) + 1), list(seconds), list(seconds.values()))
+        self.prior, self.weight = np.zeros(len(self.c) - 1), weight
+        self.prior[:len(prior)] = prior[:len(self.prior)]
+        self.d = 0.3 * self.c[0]                                       # a guess, until some steps were timed
+        self.start()
+
+    def start(self):
+        """Another text: forget what the last one said."""
+        self.hits, self.seen, self.times, self.n = [0] * len(self.prior), [0] * len(self.prior), [], 0
+
+    def nodes(self):
+        """n, 2 or more; looked at anew every 16 steps."""
+        if self.n == 0 or len(self.times) == 16:
+            self.d, self.times = sorted(self.times)[8] if self.times else self.d, []
+            hits, seen = np.array(self.hits), np.array(self.seen)
+            more = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)     # than calibration said
+            k = int((seen > 0).sum())
+            more[k:] = more[max(0, k - 2):k].mean() if k else 1.0      # nodes that no tree had yet: as the last that one had
+            a = more * self.prior
+            self.n = 2 + int(((1 + a.cumsum()) / (self.c[1:] + self.d)).argmax())
+        return self.n
+
+    def learn(self, tree, path, seconds):
+        """Which nodes of a verified tree were accepted, and how long its step took."""
+        self.times.append(seconds - self.c[len(tree) - 1])
+        for r, i in enumerate(sorted(range(1, len(tree)), key=lambda i: -tree.value[i])):
+            self.seen[r] += 1
+            self.hits[r] += i in path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Walk and decode loop
 
 def walk(tokens, parent, choice):
@@ -375,7 +442,7 @@ class Stats:
     """What a generation cost. accepted[0] is the prompt's forward, which yields one token; sum(accepted) = tokens emitted."""
     accepted: list = field(default_factory=list)
     nodes: int = 0                                                     # tree nodes verified in all steps
-    seconds: dict = field(default_factory=lambda: dict(prompt=0.0, draft=0.0, verify=0.0, rest=0.0))
+    seconds: dict = field(default_factory=lambda: dict(prompt=0.0, draft=0.0, verify=0.0, choice=0.0, rest=0.0))
     stop: str = ""                                                     # eos, budget (max_new_tokens) or context (block_size)
 
     @property
@@ -392,7 +459,7 @@ class Stats:
     def tokens_per_second(self):
         """Speed after the prompt."""
         s = self.seconds
-        return sum(self.accepted[1:]) / max(1e-9, s["draft"] + s["verify"] + s["rest"])
+        return sum(self.accepted[1:]) / max(1e-9, sum(s.values()) - s["prompt"])
 
 
 @torch.inference_mode()
@@ -417,8 +484,11 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         return stats
     max_len = len(prompt) + left
     cache = target.new_cache(max_len + (drafter.rows if drafter else 1))
+    budget = getattr(drafter, "budget", None)                          # None: as many nodes as the drafter was made for
     if drafter:
         drafter.start(target, max_len)
+    if budget:
+        budget.start()
 
     def forward(idx, pos=None, mask=None, tree=None):
         idx = torch.tensor([idx], device=device)
@@ -446,12 +516,14 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         stats.stop = "eos" if end else stats.stop
         lap("rest")
         yield out
-        clock = time.perf_counter()                                    # what the caller did meanwhile is not ours
+        began = clock = time.perf_counter()                            # what the caller did meanwhile is not ours
         if end or not left:
             return stats
         root, S = out[-1], cache.length
         if drafter:
             drafter.observe(tokens, hidden[0, path], cache)
+            if budget:
+                drafter.nodes = budget.nodes()
             tree = drafter.draft(root, sampler).cut(left - 1)          # a node deeper than that could never be emitted
         else:
             tree = Tree([root], [-1])
@@ -460,6 +532,8 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
             pos = torch.tensor(tree.depth, device=device) + S
             hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
             logits = target.lm_head(hidden[0])                         # (N, V)
+            if device.type == "cpu":                                   # elsewhere it is not done yet: choose waits for it
+                lap("verify")
             try:
                 choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
                 break
@@ -467,7 +541,7 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
                 if len(tree) == 1:
                     raise
                 tree = tree.cut(0)
-        lap("verify")                                                  # choose has waited for the device
+        lap("choice" if device.type == "cpu" else "verify")
         stats.nodes += len(tree)
         if sampler.typical:                                            # lossy, and only if asked for
             path, out = walk_typical(tree.tokens, tree.parent, choice, sampler.probabilities(logits), *sampler.typical)
@@ -478,6 +552,8 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
         path = path[:len(out)]
         tokens = [tree.tokens[i] for i in path]
         sampler.forget(S + len(path))
+        if budget:
+            budget.learn(tree, path, time.perf_counter() - began)
 
 
 def complete(*args, **kwargs):

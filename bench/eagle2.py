@@ -141,9 +141,9 @@ class Drafter:
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.rows, self.depth = nodes, depth or net.K
+        self.nodes, self.depth = nodes, depth or net.K
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
-        self.drafts = self.breadth * self.depth                        # room for the rows behind the root's
+        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room for the rows behind the root's
         if shape:
             parent = self.shape.parent
             self.rows = self.drafts = len(parent)
@@ -181,7 +181,7 @@ class Drafter:
             f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.rows, self.floor, self.shape)
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape)
         self.cache.crop(S)                                             # text and root stay, drafts go
         return tree
 

@@ -87,7 +87,7 @@ def interval(values, resamples=1000):
 
 def speed(a):
     """Tokens per second after the prompt; None for an answer that the prompt's forward ended."""
-    work = sum(a["seconds"][k] for k in ("draft", "verify", "rest"))
+    work = sum(a["seconds"].values()) - a["seconds"]["prompt"]
     return sum(a["accepted"][1:]) / work if len(a["accepted"]) > 1 else None
 
 
@@ -98,7 +98,7 @@ def row(records, name):
     ratios = [mine / plain for mine, plain in paired if mine and plain]
     accepted = [n for a in answers for n in a["accepted"][1:]]
     steps, hf = max(1, len(accepted)), name.startswith("hf")
-    ms = {k: 1000 * sum(a["seconds"][k] for a in answers) / steps for k in ("draft", "verify", "rest")}
+    ms = {k: 1000 * sum(a["seconds"].get(k, 0.0) for a in answers) / steps for k in ("draft", "verify", "choice", "rest")}
     differs = [dict(question=r["question"], turn=r["turn"], token=at) for r, a in zip(records, answers)
                if (at := first_difference(a["tokens"], r["answers"]["plain"]["tokens"])) is not None]
     own_noise = hf and records[0]["temperature"] > 0                   # transformers draws its own: another sample, no fault
@@ -106,7 +106,8 @@ def row(records, name):
         method=name, temperature=records[0]["temperature"], prompts=len(records),
         tau=sum(accepted) / steps if accepted else None, nodes=sum(a["nodes"] for a in answers) / steps,
         speed=statistics.median([s for s, _ in paired if s] or [0.0]), speedup=statistics.median(ratios) if ratios else None,
-        interval=interval(ratios), draft=None if hf else ms["draft"], verify=None if hf else ms["verify"], rest=ms["rest"],
+        interval=interval(ratios), draft=None if hf else ms["draft"], verify=None if hf else ms["verify"],
+        choice=ms["choice"], rest=ms["rest"],
         prompt=1000 * statistics.median(a["seconds"]["prompt"] for a in answers),
         same=None if own_noise else not differs, differs=[] if own_noise else differs,
         looping=sum(loops(r["answers"]["plain"]["tokens"]) for r in records),
@@ -135,19 +136,24 @@ def million(n):
 def show(rows, by_category, trained, profile):
     """Print one temperature's tables: overall, then by category if there are several."""
     print(f"\nT = {rows[0]['temperature']:g}; {rows[0]['looping']} of {rows[0]['prompts']} plain texts end in a loop")
-    more = f"{'rest':>7s} {'prompt':>7s} " if profile else ""
+    more = f"{'choice':>7s} {'rest':>7s} {'other':>6s} {'limit':>6s} {'prompt':>7s} " if profile else ""
     print(f"{'method':17s} {'trained':>8s} {'on tokens':>9s} {'tau':>5s} {'nodes':>5s} {'tokens/s':>8s} {'speed-up':>8s} {'95 %':>9s} "
           f"{'draft':>7s} {'verify':>7s} {more} same")
     for r in rows:
         t = trained.get(r["method"], {})
         same = {None: "-", True: "yes"}.get(r["same"]) or (
             f"NO, {len(r['differs'])}: question {r['differs'][0]['question']} from token {r['differs'][0]['token']} on")
-        more = f"{r['rest']:7.2f} {r['prompt']:7.2f} " if profile else ""
+        more = ""
+        if profile:
+            other, step = r["choice"] + r["rest"], sum(r[k] or 0.0 for k in ("draft", "verify", "choice", "rest"))
+            limit = r["tau"] * rows[0]["verify"] / (r["verify"] + r["draft"]) if r["verify"] else None
+            more = (f"{r['choice']:7.2f} {r['rest']:7.2f} {other / step:6.1%} {text(limit, '{:.2f}'):>6s} {r['prompt']:7.2f} ")
         print(f"{r['method']:17s} {million(t.get('parameters')):>8s} {million(t.get('training_tokens')):>9s} {text(r['tau'], '{:.2f}'):>5s} "
               f"{r['nodes']:5.1f} {r['speed']:8.0f} {text(r['speedup'], '{:.2f}'):>8s} "
               f"{text(r['interval'], '{0[0]:.2f}-{0[1]:.2f}'):>9s} {text(r['draft'], '{:.2f}'):>7s} {text(r['verify'], '{:.2f}'):>7s} {more} {same}",
               flush=True)
-    print("draft, verify" + (", rest: milliseconds a step; prompt: median of its forward" if profile else ": milliseconds a step"))
+    print("draft, verify" + (", choice, rest: milliseconds a step; other: share of choice and rest; limit: tau c(1) / (c(n) + draft), "
+          "the speed-up without them; prompt: median of its forward" if profile else ": milliseconds a step"))
     categories = list(dict.fromkeys(r["category"] for r in by_category))
     if len(categories) > 1:
         names = [r["method"] for r in rows if r["method"] != "plain"]

@@ -4,7 +4,8 @@ Measure methods side by side: the same prompts, one after the other, so that a d
     python bench/run.py --methods medusa,eagle2,hf --questions bench/questions.jsonl --train-minutes 5 --json out/bench.json
 
 Methods     the four drafters; eagle2, self_speculative, prompt_lookup (the files beside this one); plain (always there);
-            hf = transformers' generate with the same weights, hf-lookup = the same with its own prompt lookup
+            hf = transformers' generate with the same weights, hf-lookup = the same with its own prompt lookup.
+            medusa:nodes=4:tree=sparse is Medusa with these options of its own, so that one switch can be compared with another
 Prompts     held-out text of the training corpus, or --questions: a file of Spec-Bench's or MT-Bench's form, a JSON object
             a line: {"question_id": 81, "category": "writing", "turns": ["...", "..."]}. A question is the prompt as it
             stands, or in its tokenizer's chat form if there is one; the second turn follows plain decoding's answer.
@@ -55,7 +56,7 @@ class Options:
     new_tokens: int = arg(128, "tokens to write after each", low=1)
     data: str = arg("python", "corpus, as for train.py")
     tree: str = arg("best", "as for sample.py")
-    nodes: int = arg(0, "as for sample.py", high=4096)
+    nodes: str = arg("auto", "as for sample.py")
     floor: float = arg(sample.Options.floor, "as for sample.py")
     groups: int = arg(-1, "for Hidden Transfer, as for sample.py", low=-1)
     depth: int = arg(0, "for MoA and EAGLE-2, as for sample.py", high=4096)
@@ -68,7 +69,7 @@ class Options:
     train_minutes: float = arg(0.0, "train each drafter this long first, into OUT (0 = take those that are there)")
     json: str = arg("", "write the result here, the answers beside it (.answers.jsonl), and charts if matplotlib is there")
     resume: bool = arg(False, "go on where an interrupted run with this --json stopped")
-    profile: bool = arg(False, "also the rest of a step (walk, cache) and the prompt, in milliseconds")
+    profile: bool = arg(False, "also choice (noise, argmax) and rest (walk, cache) of a step, and the prompt, in milliseconds")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,12 +104,24 @@ def tokens_of(turns, tokenizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # Methods
 
+def variant(name, opt):
+    """medusa:nodes=4:tree=sparse -> medusa, and Options with these. Raises ValueError."""
+    name, *own = name.split(":")
+    for item in own:
+        key, _, value = item.replace("-", "_").partition("=")
+        if key not in ("tree", "nodes", "floor", "groups", "depth", "breadth", "share_noise", "out"):
+            raise ValueError(f"{name} cannot have an option {key} of its own")
+        kind = type(getattr(opt, key))
+        opt = replace(opt, **{key: value == "True" if kind is bool else kind(value)})
+    return name, opt
+
+
 def train_all(opt, names, target, tokenizer, device):
     """Train every drafter of names for the same time on the same text."""
     corpus = Corpus(read_texts(opt.data, with_packages=train.gpu(device))).tokenize(tokenizer)
     todo = train.Options(data=opt.data, out=out_folder(opt.out, opt.backbone), device=opt.device, minutes=opt.train_minutes, resume=opt.resume)
     for n in names:
-        if hasattr(MODULES.get(n), "train"):
+        if hasattr(MODULES.get(n), "train"):                           # a variant trains nothing
             preset = (train.GPU | GPU).get(n, {}) if train.gpu(device) else {}
             torch.manual_seed(todo.seed)
             train.train_drafter(n, todo, MODULES[n].Config(**preset), corpus, target, device, MODULES[n])
@@ -116,11 +129,12 @@ def train_all(opt, names, target, tokenizer, device):
 
 def load_method(name, opt, target):
     """-> the drafter (None = plain decoding), and what its checkpoint says of its training."""
+    name, opt = variant(name, opt)
     if name == "plain":
         return None, {}
     module = MODULES[name]
     if not hasattr(module, "train"):                                   # nothing to load
-        net, nodes = module.Net(module.Config(), target), opt.nodes or train.most_nodes(str(target.wte.weight.device))
+        net, nodes = module.Net(module.Config(), target), sample.how_many(opt.nodes, target)
         try:
             return module.Drafter(net, target, parse_tree(opt.tree, net.K, target.cfg.vocab_size, None, nodes), nodes), {}
         except ValueError as e:
@@ -196,7 +210,11 @@ def options(argv):
     opt, = parse(Options, argv=argv)
     names = ["plain"] + list(dict.fromkeys(n for n in opt.methods.split(",") if n not in ("plain", "")))
     for n in names[1:]:
-        if n not in MODULES and n not in HF:
+        try:
+            known = variant(n, opt)[0] in MODULES or n in HF
+        except ValueError as e:
+            fail(f"--methods: {n}: {e}")
+        if not known:
             fail(f"--methods: unknown method {n}; there are plain, {', '.join([*MODULES, *HF])}")
     try:
         temperatures = [Sampler(float(t)).temperature for t in opt.temperatures.split(",")]
@@ -253,7 +271,7 @@ def main(argv=None):
         prompt = prompt[-room:]
         if name in HF:
             return hf_answer(hf, name, prompt, opt.new_tokens, temperature, seed, sorted(tokenizer.stops))
-        sampler = Sampler(temperature, seed=seed, share=opt.share_noise)
+        sampler = Sampler(temperature, seed=seed, share=variant(name, opt)[1].share_noise)
         tokens, s = complete(target, prompt, opt.new_tokens, methods[name][0], sampler, tokenizer.stops)
         return dict(tokens=tokens, accepted=s.accepted, nodes=s.nodes, seconds=s.seconds)
 

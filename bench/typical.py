@@ -34,7 +34,7 @@ class Options:
     prompt_tokens: int = arg(64, "length of a prompt", low=1)
     new_tokens: int = arg(128, "tokens to write after each", low=2)
     data: str = arg("python", "corpus, as for train.py")
-    nodes: int = arg(0, "as for sample.py", high=4096)
+    nodes: str = arg("auto", "as for sample.py")
     out: str = arg("out", "folder of checkpoints, as for sample.py")
     device: str = arg("auto", "as for sample.py")
     dtype: str = arg("auto", "as for sample.py", choices=DTYPES)

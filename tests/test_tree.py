@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+import medusa
 from conftest import tiny
-from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, complete, grow, parse_tree, plant, tree_mask, walk,
+from model import GPT, GPTConfig
+from tree import (Budget, Sampler, Shape, Stats, Tree, cartesian, chain, complete, forward_seconds, grow, parse_tree, plant, tree_mask, walk,
                   walk_typical)
 
 
@@ -660,3 +662,55 @@ def test_that_a_wrong_rule_fails_there():
         check_distribution(pairs, P)
     first = np.bincount(np.array(pairs)[:, 0], minlength=3) / len(pairs)
     assert np.abs(first - [4 / 7, 3 / 7, 0]).max() < 0.03              # it is that fault, and no other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Budget
+
+def simulate(budget, a, c, d, steps=400, seed=0):
+    """Steps of a text in which the i-th best node is accepted with probability a[i]: a chain, so that nodes before it are."""
+    rng, used = random.Random(seed), []
+    for _ in range(steps):
+        n = budget.nodes()
+        used.append(n)
+        u, path = rng.random(), [0]
+        while len(path) < n and u < a[len(path) - 1]:
+            path.append(len(path))
+        budget.learn(Tree([0] * n, list(range(-1, n - 1)), [0.9**i for i in range(n)]), path, c[n] + d)
+    return used
+
+
+def test_the_budget_finds_the_best_number_of_nodes():
+    """A prior that is never unlearnt, a cost that is off by one, the rest of a step left out: all would choose another n."""
+    c = {n: 1 + 0.1 * n for n in range(1, 33)}
+    for a, d in (([0.9**i for i in range(1, 32)], 0.0), ([0.5**i for i in range(1, 32)], 0.0), ([0.5**i for i in range(1, 32)], 5.0),
+                 ([0.05] * 31, 0.0), ([0.99] * 31, 1.0)):
+        rate = {n: (1 + sum(a[:n - 1])) / (c[n] + d) for n in range(2, 33)}
+        for prior in ([0.7**i for i in range(1, 32)], [0.8**i for i in range(1, 32)], [0.95] * 40):
+            budget = Budget({n: c[n] for n in (1, 2, 8, 16, 32)}, prior)
+            used = simulate(budget, a, c, d)
+            assert set(used) <= set(range(2, 33)) and rate[used[-1]] > 0.94 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
+            budget.start()
+            assert budget.nodes() == budget.nodes() >= 2               # another text, the same prior
+
+
+def test_forward_seconds():
+    """A cache too small, a position past the context, sizes that leave out the largest."""
+    for block in (2, 9, 300):
+        target = GPT(GPTConfig(n_layer=1, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=block)).eval()
+        seconds = forward_seconds(target, 20)
+        assert list(seconds) == [1, 2, 3, 4, 6, 8, 12, 16, 20] and all(0 < s < 10 for s in seconds.values())
+
+
+def test_a_budget_changes_no_text():
+    """Trees of another size each step: rows for the largest must be there, and the text must stay."""
+    target = GPT(GPTConfig(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=80)).double().eval()
+    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, nodes=12)
+    budget = drafter.budget = Budget({1: 1.0, 12: 1.5}, [0.5, 0.3, 0.2])
+    sizes = itertools.cycle([2, 12, 3, 7])
+    budget.nodes = lambda: next(sizes)
+    for T in (0.0, 1.0):
+        text, stats = complete(target, [1, 2], 70, drafter, Sampler(T))
+        assert text == complete(target, [1, 2], 70, None, Sampler(T))[0]
+        assert stats.nodes > 4 * stats.steps and sum(budget.seen) == stats.nodes - stats.steps
+        assert sum(budget.hits) == sum(stats.accepted[1:]) - stats.steps
