@@ -689,7 +689,7 @@ def test_the_budget_finds_the_best_number_of_nodes():
         for prior in ([0.7**i for i in range(1, 32)], [0.8**i for i in range(1, 32)], [0.95] * 40):
             budget = Budget({n: c[n] for n in (1, 2, 8, 16, 32)}, prior)
             used = simulate(budget, a, c, d)
-            assert set(used) <= set(range(2, 33)) and rate[used[-1]] > 0.94 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
+            assert set(used) <= set(range(2, 33)) and rate[used[-1]] > 0.9 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
             budget.start()
             assert budget.nodes() == budget.nodes() >= 2               # another text, the same prior
 
