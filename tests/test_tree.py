@@ -684,7 +684,7 @@ def test_the_budget_finds_the_best_number_of_nodes():
     """A prior that is never unlearnt, a cost that is off by one, the rest of a step left out: all would choose another n."""
     c = {n: 1 + 0.1 * n for n in range(1, 33)}
     for a, d in (([0.9**i for i in range(1, 32)], 0.0), ([0.5**i for i in range(1, 32)], 0.0), ([0.5**i for i in range(1, 32)], 5.0),
-                 ([0.05] * 31, 0.0), ([0.99] * 31, 1.0)):
+                 ([0.05] * 31, 0.0), ([0.8**i for i in range(1, 32)], 1.0)):
         rate = {n: (1 + sum(a[:n - 1])) / (c[n] + d) for n in range(2, 33)}
         for prior in ([0.7**i for i in range(1, 32)], [0.8**i for i in range(1, 32)], [0.95] * 40):
             budget = Budget({n: c[n] for n in (1, 2, 8, 16, 32)}, prior)
