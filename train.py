@@ -66,6 +66,7 @@ class Options:
     resume: bool = arg(False, "go on where an interrupted run stopped")
     half: bool = arg(False, "write checkpoints in bfloat16: half the size")
     compile: bool = arg(False, "torch.compile every block (worth it on a GPU)")
+    plot: bool = arg(False, "draw the curves of all trainings in OUT to OUT/training.png; needs matplotlib")
 
 
 @dataclass
@@ -310,6 +311,23 @@ def say(text):
         sys.stdout.flush()
 
 
+def read_log(path):
+    """log.jsonl -> the evaluations of the last run in it, each a dict. A line that a kill or a full disk tore is none."""
+    rows = []
+    try:
+        lines = read_text(path, errors="replace").split("\n")
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            row = dict(json.loads(line))
+            row |= {"step": int(row["step"]), "seconds": float(row["seconds"])}
+        except DAMAGED:
+            continue
+        rows = [*rows, row] if not rows or row["seconds"] > rows[-1]["seconds"] else [row]
+    return rows
+
+
 class Run:
     """What every training loop needs and no paper is about. kind: backbone or a method; cfg: its Config."""
 
@@ -317,7 +335,8 @@ class Run:
         self.opt, self.kind, self.cfg, self.corpus, self.device, self.T, self.meta = opt, kind, cfg, corpus, device, T, meta
         self.path = os.path.join(opt.out, kind, "model.safetensors")
         self.resume_path = os.path.join(opt.out, kind, "resume.safetensors")
-        self.step, self.elapsed, self.stop, self.metrics, self.seen = 0, 0.0, False, {}, []
+        self.log_path = os.path.join(opt.out, kind, "log.jsonl")
+        self.step, self.elapsed, self.stop, self.metrics, self.seen, self.log = 0, 0.0, False, {}, [], []
         self.vocab = None if kind == "backbone" else corpus.frequent(opt.draft_vocab)  # what a drafter may draft; None = all
         self.amp = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -397,7 +416,7 @@ class Run:
         self.seen.append(loss.detach())
 
     def report(self):
-        """Evaluate on held-out text; one log line, one line of log.jsonl. A loss that is not finite ends the run, unsaved."""
+        """Evaluate on held-out text; one log line, one line of this run's log.jsonl. A loss that is not finite ends the run, unsaved."""
         if not self.seen:
             return
         train = torch.stack(self.seen).mean().item()                   # only here does training wait for the device
@@ -428,13 +447,14 @@ class Run:
         text += "".join(f" | {k.replace('_', ' ')} {v:.3f}" for k, v in more.items())
         say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
         if rank() == 0:
-            log = os.path.join(self.opt.out, self.kind, "log.jsonl")
-            try:
-                os.makedirs(os.path.dirname(log), exist_ok=True)
-                with open(log, "a") as f:
-                    f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            self.log.append({**self.metrics, "tokens_per_second": round(speed)})
+            try:                                                       # anew each time, and renamed: a dozen lines, never a torn one
+                os.makedirs(os.path.dirname(self.log_path), exist_ok=True)
+                with open(self.log_path + ".tmp", "w") as f:
+                    f.writelines(json.dumps(row) + "\n" for row in self.log)
+                os.replace(self.log_path + ".tmp", self.log_path)
             except OSError as e:
-                fail(f"cannot write {log}: {e}; --resume goes on from the last checkpoint")
+                fail(f"cannot write {self.log_path}: {e}; --resume goes on from the last checkpoint")
         self.seen, self.last = [], (self.step, time.perf_counter())
 
     def save(self):
@@ -491,6 +511,7 @@ class Run:
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng"])
         self.step, self.elapsed, self.metrics = int(meta["step"]), float(meta["elapsed"]), dict(meta["metrics"])
+        self.log = [row for row in read_log(self.log_path) if row["step"] <= self.step]
         say(f"resuming {self.kind} at step {self.step}")
 
 
@@ -678,6 +699,8 @@ def main(argv=None):
         fail(f"--out {opt.out} cannot be written to: {e}")
     if opt.minutes and "RANK" in os.environ:
         fail("--minutes works with one process only: several would not stop at the same step")
+    if opt.plot:
+        from bench.plot import draw                                    # now: without matplotlib it ends here, not after the training
     device = setup(opt)
     torch.manual_seed(opt.seed)
     say(f"device {device}, {'bf16 autocast' if gpu(device) else 'fp32'}, {torch.get_num_threads()} threads | "
@@ -706,6 +729,8 @@ def main(argv=None):
         say(f"\ntau: tokens per target forward at T = 0 on 8 held-out prompts. Now try\n"
             f"python sample.py --method {max(rows, key=lambda r: r['tau'])['method']} --compare"
             + (f" --backbone {opt.backbone}" if opt.backbone else "") + (f" --out {out}" if out != Options.out else ""))
+    if opt.plot and rank() == 0:
+        draw(opt.out)
 
 
 def compile_blocks(model, opt):
