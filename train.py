@@ -64,6 +64,8 @@ class Options:
     seed: int = arg(0, "seed of weights and batches")
     minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
     resume: bool = arg(False, "go on where an interrupted run stopped")
+    state_cache: float = arg(2.0, "--backbone: gigabytes of its hidden states to keep, so that text which Medusa or Amphista sees again "
+                             "costs no forward; sequences then lie side by side, not at random (0 = off)")
     half: bool = arg(False, "write checkpoints in bfloat16: half the size")
     compile: bool = arg(False, "torch.compile every block (worth it on a GPU)")
     plot: bool = arg(False, "draw the curves of all trainings in OUT to OUT/training.png; needs matplotlib")
@@ -131,6 +133,7 @@ def read_texts(data, with_packages=False):
 
 class Corpus:
     """Training and held-out tokens. A file is held out by a hash of its name; a single file gives its last twentieth."""
+    aligned = False
 
     def __init__(self, texts):                                         # [(name, text)]; a text may be a list of tokens
         if len(texts) == 1:
@@ -159,10 +162,11 @@ class Corpus:
         return counts.argsort(descending=True, stable=True)[:n].sort().values if 0 < n < V else None
 
     def batch(self, seed, B, T):
-        """(B, T) random stretches of training text, a function of seed alone."""
+        """(B, T) random stretches of training text (aligned: of those that lie side by side), a function of seed alone."""
         if len(self.train) < T + 1:
             fail(f"the training text has {len(self.train)} tokens, a sequence needs {T + 1}: give more --data")
-        at = torch.randint(len(self.train) - T + 1, (B,), generator=torch.Generator().manual_seed(seed))
+        stride = T if self.aligned else 1
+        at = torch.randint((len(self.train) - T) // stride + 1, (B,), generator=torch.Generator().manual_seed(seed)) * stride
         return self.train[at[:, None] + torch.arange(T)].long()
 
     def val_batches(self, B, T, n):
@@ -324,7 +328,9 @@ def read_log(path):
             row |= {"step": int(row["step"]), "seconds": float(row["seconds"])}
         except DAMAGED:
             continue
-        rows = [*rows, row] if not rows or row["seconds"] > rows[-1]["seconds"] else [row]
+        if rows and (row["step"] <= rows[-1]["step"] or row["seconds"] < rows[-1]["seconds"]):
+            rows = []                                                  # another run
+        rows.append(row)
     return rows
 
 
@@ -590,6 +596,29 @@ def mean_tau(target, drafter, prompts, new_tokens, **sampling):
     return sum(sum(s.accepted[1:]) for s in runs) / max(1, sum(s.steps for s in runs))
 
 
+class Remember:
+    """
+    Stands in for a frozen target's hidden(x) while drafters are trained: the states (T, C) of every sequence are kept, in
+    bfloat16, as long as they fit into room bytes, and a sequence that comes again costs no forward. New ones are rounded as
+    well, so what is in memory changes nothing. What decodes, with a KV cache, goes to the target.
+    """
+
+    def __init__(self, target, room):
+        self.hidden, self.like, self.room, self.kept = target.hidden, target.wte.weight, room, {}
+
+    def __call__(self, x, pos=None, mask=None, cache=None):  # (B, T) -> (B, T, C)
+        if cache is not None or pos is not None or mask is not None:
+            return self.hidden(x, pos, mask, cache)
+        keys = [row.numpy().tobytes() for row in x.cpu()]
+        new = {key: i for i, key in enumerate(keys) if key not in self.kept}
+        fresh = dict(zip(new, self.hidden(x[[*new.values()]]).bfloat16().cpu())) if new else {}
+        for key, h in fresh.items():
+            if h.nbytes <= self.room:
+                self.kept[key] = h.clone()                             # a view would keep its whole batch alive
+                self.room -= h.nbytes
+        return torch.stack([fresh[key] if key in fresh else self.kept[key] for key in keys]).to(self.like)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -715,6 +744,8 @@ def main(argv=None):
         fail("--recipe 2 trains a backbone of our own and all of its vocabulary: leave --backbone and --draft-vocab out")
     corpus = None if opt.data == "self" else Corpus(read_texts(opt.data, with_packages=big))
     target, corpus = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
+    if opt.backbone and opt.state_cache:
+        target.hidden, corpus.aligned = Remember(target, opt.state_cache * 1e9), True  # all drafters of this run share it
     if joint:                                                          # a folder like OUT: a backbone and a drafter for it
         out = opt.out = os.path.join(opt.out, "medusa2")
     kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]
