@@ -152,7 +152,10 @@ def test_a_log_is_read_whatever_happened_to_it(tmp_path):
     """Catches a torn or foreign line that ends in a traceback, and curves of two runs drawn as one."""
     assert train.read_log(str(tmp_path / "none")) == train.read_log(str(tmp_path)) == []
     line = lambda step, seconds: json.dumps(dict(step=step, seconds=seconds)).encode()
-    lines = [line(10, 1.0), line(20, 2.0), line(15, 1.5), b"\xff\x00{", b"7", b"[[]]", b'{"step": "x", "seconds": 1}', b'{"step": Infinity}',
+    for again in ((20, 3.0), (30, 1.9)):                               # another run begins: fewer steps, or less time
+        (tmp_path / "log.jsonl").write_bytes(line(20, 2.0) + b"\n" + line(*again))
+        assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=again[0], seconds=again[1])]
+    lines = [line(15, 1.5), b"\xff\x00{", b"7", b"[[]]", b'{"step": "x", "seconds": 1}', b'{"step": Infinity}',
              b"[" * 100_000, b'{"step": 25, "sec' + line(30, 3.0), line(30, 3.0), line(40, 4.0)[:-3]]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
     assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=15, seconds=1.5), dict(step=30, seconds=3.0)]
