@@ -14,9 +14,11 @@ Idea     One block serves two families, so that one code path decodes them all:
 Shapes   B batch, T new tokens, S cached tokens, C channels, H query heads, G key/value heads, D head width, V vocabulary
 """
 import base64
+import contextlib
 import glob
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -815,8 +817,9 @@ def load_pretrained(name, device="cpu", dtype=torch.float32):
             kind = "quantised" if config.model_type in FAMILIES else config.model_type
             fail(f"--backbone {name}: a {kind} model cannot be read; {', '.join(FAMILIES)} in full precision can")
         hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-        hf, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
-                                                                     output_loading_info=True, **options)
+        with contextlib.redirect_stderr(io.StringIO()):                # reading GGUF draws a bar of its own, whatever was disabled
+            hf, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
+                                                                         output_loading_info=True, **options)
     except Exception as e:                                             # a damaged file can raise anything
         fail(f"--backbone {name} cannot be loaded ({first_line(e)}); needed: config.json, the tokenizer's files, *.safetensors")
     if info["missing_keys"]:

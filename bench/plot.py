@@ -1,0 +1,68 @@
+r"""
+Training curves from the log.jsonl of each: python train.py --plot, or python bench/plot.py --out out, which trains nothing.
+
+Backbone: loss in bits a character. Drafters: how often the best guess for each draft position is right. Over minutes of training.
+"""
+import os
+import sys
+from dataclasses import dataclass
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from model import arg, command, fail, parse
+
+try:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+except ImportError:
+    fail("training curves need matplotlib: pip install matplotlib")
+
+
+@dataclass
+class Options:
+    """Draw the training curves of a folder of checkpoints to OUT/training.png."""
+    out: str = arg("out", "folder of checkpoints and logs")
+
+
+def draw(out):
+    """OUT/medusa/log.jsonl, ... -> OUT/training.png: a panel a training. Ends with a message if there is none or it cannot be written."""
+    from train import METHODS, read_log
+    logs = {kind: log for kind in ("backbone", *METHODS) if (log := read_log(os.path.join(out, kind, "log.jsonl")))}
+    if not logs:
+        fail(f"there is no log of a training in {out}: run python train.py --out {out}")
+    rows, columns, K = -(-len(logs) // 3), min(3, len(logs)), max(len(log[-1].get("top1", ())) for log in logs.values())
+    fig, axes = plt.subplots(rows, columns, figsize=(1 + 3.6 * columns, 3 * rows), squeeze=False, layout="constrained")
+    lines, first = {}, None                                            # of the draft positions; the first panel that has some
+    for ax, (kind, log) in zip(axes.flat, logs.items()):
+        minutes, end = [r["seconds"] / 60 for r in log], log[-1]
+        if "top1" in end:
+            for k, curve in enumerate(zip(*(r["top1"] for r in log)), 1):
+                colour = plt.cm.viridis(0.9 * ((k - 1) / K)**0.6)      # and a mark of its own: readable without colour
+                lines[k], = ax.plot(minutes, curve, "osD^v<>P"[k % 8 - 1] + "-", ms=4, color=colour, label=f"{k}")
+            first = first or ax
+            ax.sharey(first)
+        else:                                                          # training loss: mean since the point before, in the same unit
+            ax.plot(minutes, [r["bits_per_char"] for r in log], "o-", ms=4, color="black", label="held-out")
+            ax.plot(minutes, [r["train_loss"] * r["bits_per_char"] / r["val_loss"] for r in log], "--", color="grey", label="training")
+            ax.legend(frameon=False)
+        tokens = f", {end['tokens'] / 1e6:.2f}M tokens" if "tokens" in end else ""
+        ax.set(xlabel=f"minutes ({end['step']:,} steps{tokens})", xlim=(0, None),
+               ylabel="top-1 on held-out text" if "top1" in end else "bits a character")
+        ax.set_title(kind.replace("_", " "), loc="left", fontweight="bold")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", alpha=0.3)
+    for ax in axes.flat[len(logs):]:
+        ax.remove()
+    if lines:
+        first.set_ylim(0, None)
+        fig.legend(handles=list(lines.values())[:8], title="draft\nposition", loc="outside right upper", frameon=False)
+    path = os.path.join(out, "training.png")
+    try:
+        fig.savefig(path, dpi=120)
+    except OSError as e:
+        fail(f"cannot write {path}: {e}")
+    print(f"curves: {path}")
+
+
+if __name__ == "__main__":
+    command(lambda: draw(parse(Options)[0].out))
