@@ -41,6 +41,7 @@ from tree import Sampler, complete, parse_tree
 
 RIVALS = {"eagle2": eagle2, "self_speculative": self_speculative, "prompt_lookup": prompt_lookup}
 MODULES = METHODS | RIVALS
+OWN = ("tree", "nodes", "floor", "groups", "depth", "breadth", "share_noise", "out")            # options that one method can have of its own
 HF = {"hf": {}, "hf-lookup": dict(prompt_lookup_num_tokens=10)}
 GPU = {"eagle2": dict(batch_size=32, lr=6e-4), "self_speculative": dict(batch_size=8)}         # as train.GPU
 
@@ -109,10 +110,9 @@ def variant(name, opt):
     name, *own = name.split(":")
     for item in own:
         key, _, value = item.replace("-", "_").partition("=")
-        if key not in ("tree", "nodes", "floor", "groups", "depth", "breadth", "share_noise", "out"):
-            raise ValueError(f"{name} cannot have an option {key} of its own")
-        kind = type(getattr(opt, key))
-        opt = replace(opt, **{key: value == "True" if kind is bool else kind(value)})
+        if key not in OWN or not value or key == "share_noise" and value not in ("True", "False"):
+            raise ValueError(f"{item} is none of {'=.., '.join(OWN)}=..")
+        opt = replace(opt, **{key: value == "True" if key == "share_noise" else type(getattr(opt, key))(value)})
     return name, opt
 
 
@@ -146,7 +146,7 @@ def load_method(name, opt, target):
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
     folder = sample.checkpoints(sample.Options(method=name, out=opt.out, backbone=opt.backbone))
     meta = load(os.path.join(folder, name, "model.safetensors"), "checkpoint", "")[1]
-    n = meta.get("parameters", 0)
+    n = meta.get("parameters", 0)                                      # 0: its training was interrupted
     metrics = meta["metrics"]
     return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
                          training_seconds=metrics.get("seconds"), checkpoint=drafter.net.fingerprint)

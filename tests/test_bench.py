@@ -739,3 +739,42 @@ def test_charts(there, monkeypatch, tmp_path, capsys):
     charts = sorted(f for f in os.listdir(tmp_path) if f.endswith(".png"))
     assert charts == (["r-accepted.png", "r-positions.png", "r-speedup.png"] if there else [])
     assert there or "no charts" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One switch against another; long contexts; training
+
+def test_options_of_one_method(trained, text_file, capsys):
+    """A variant that has the options of all, is measured as another, or an option that none can have of its own."""
+    opt = bench.Options(nodes="6")
+    assert bench.variant("medusa", opt) == ("medusa", opt)
+    name, own = bench.variant("medusa:nodes=1:share-noise=False:floor=0.5", opt)
+    assert (name, own.nodes, own.share_noise, own.floor, own.tree) == ("medusa", "1", False, 0.5, opt.tree)
+    bench.main(["--out", trained, "--data", text_file, *SMALL, "--temperatures", "0", "--methods", "medusa:nodes=1,medusa:nodes=5"])
+    rows = {r["method"]: r for r in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert rows["medusa:nodes=1"]["nodes"] == 1 == rows["medusa:nodes=1"]["tau"] and 4 < rows["medusa:nodes=5"]["nodes"] <= 5
+    for bad in ("medusa:oak=1", "medusa:nodes", "medusa:nodes=many", "medusa:floor=x", "medusa:share-noise=no", "oak:nodes=3", "medusa:seed=1"):
+        assert "--methods" in refused(capsys, "--out", trained, "--methods", bad) or "many" in bad, bad
+
+
+def test_context(trained, text_file, capsys):
+    """A context one token too long, a row for another length; lengths that do not fit end with a line."""
+    import context
+    args = ["--out", trained, "--data", text_file, "--new-tokens", "4", "--repeats", "1"]
+    context.main([*args, "--lengths", "12,64"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [r["context"] for r in rows] == [12, 64] and rows[1]["cache"] / rows[0]["cache"] == 64 / 12
+    assert all(r[k] > 0 for r in rows for k in ("plain", "step", "draft", "speedup", "prompt"))
+    for lengths in ("4", "65", "x", ""):
+        with pytest.raises(SystemExit) as e:
+            context.main([*args, "--lengths", lengths])
+        assert e.value.code == 2 and "--lengths" in capsys.readouterr().err, lengths
+
+
+def test_training_speed(capsys):
+    """A loop that is left out, or trains nothing."""
+    import training
+    training.main(["--steps", "3", "--length", "12", "--batch-size", "1", "--device", "cpu"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [r["loop"] for r in rows] == ["plain loop", "backbone", *train.METHODS]
+    assert all(r["trained"] > 1000 and r["tokens_per_second"] > 0 for r in rows)

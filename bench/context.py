@@ -1,0 +1,91 @@
+r"""
+What a token costs as the context grows: plain and speculative decoding, time and memory.
+
+    python bench/context.py --backbone smollm2 --method amphista
+
+The prompt is training text of so many tokens; after it a few tokens are written by plain decoding and by the method in turn.
+A step reads the cache once, so its cost should grow as the cache does, in a straight line.
+"""
+import json
+import os
+import platform
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import sample
+from model import DTYPES, arg, command, fail, parse
+from train import METHODS, Corpus, read_texts, versions
+from tree import Sampler, complete
+
+
+@dataclass
+class Options:
+    """Cost of a token against the length of the context."""
+    method: str = arg("amphista", "the drafter", choices=list(METHODS))
+    backbone: str = arg("", "as for sample.py")
+    lengths: str = arg("256,1024,4096,8192", "tokens of prompt and text together, with commas")
+    new_tokens: int = arg(24, "tokens to write after each prompt", low=2)
+    repeats: int = arg(3, "times that plain decoding and the method take turns; medians", low=1)
+    nodes: str = arg("8", "as for sample.py")
+    data: str = arg("python", "text of the prompts, as for train.py")
+    out: str = arg("out", "folder of checkpoints, as for sample.py")
+    device: str = arg("auto", "as for sample.py")
+    dtype: str = arg("auto", "as for sample.py", choices=DTYPES)
+
+
+def memory():
+    """GiB in use: of the GPU if there is one, else the resident memory of this process (Linux), else None."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**30
+    try:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    except OSError:
+        return None
+
+
+def main(argv=None):
+    opt, = parse(Options, argv=argv)
+    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=opt.method, **{
+        k: getattr(opt, k) for k in ("backbone", "nodes", "out", "device", "dtype")}))
+    try:
+        lengths = [int(n) for n in opt.lengths.split(",")]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) <= opt.new_tokens or max(lengths) > target.cfg.block_size:
+        fail(f"--lengths must be numbers above --new-tokens {opt.new_tokens}, up to the context of {target.cfg.block_size}, with "
+             f"commas, not {opt.lengths}")
+    text = Corpus(read_texts(opt.data)).tokenize(tokenizer).train[:max(lengths)].tolist()
+    if len(text) < max(lengths):
+        fail(f"--data {opt.data} has {len(text)} tokens: too few for --lengths {opt.lengths}")
+    result = dict(options=asdict(opt), versions=versions(), machine=platform.processor() or platform.machine(),
+                  threads=torch.get_num_threads(), rows=[])
+    print(f"{opt.method}, trees of {opt.nodes} | {result['threads']} threads, {target.wte.weight.dtype} | "
+          + " ".join(f"{k} {v}" for k, v in result["versions"].items()))
+    print(f"{'context':>8s} {'prompt, s':>9s} {'plain step, ms':>14s} {'method step, ms':>15s} {'draft, ms':>9s} {'speed-up':>8s} "
+          f"{'cache, MiB':>10s} {'memory, GiB':>11s}")
+    for length in lengths:
+        seen = {None: [], drafter: []}
+        for _ in range(opt.repeats):
+            for d in seen:
+                tokens, s = complete(target, text[:length - opt.new_tokens], opt.new_tokens, d, Sampler())
+                seen[d].append((s, (sum(s.seconds.values()) - s.seconds["prompt"]) / s.steps))
+        step = {d: 1000 * statistics.median(ms for _, ms in runs) for d, runs in seen.items()}
+        c = target.cfg
+        row = dict(context=length, prompt=statistics.median(s.seconds["prompt"] for s, _ in seen[None]), plain=step[None],
+                   step=step[drafter], draft=1000 * statistics.median(s.seconds["draft"] / s.steps for s, _ in seen[drafter]),
+                   speedup=statistics.median(s.tokens_per_second for s, _ in seen[drafter]) / statistics.median(
+                       s.tokens_per_second for s, _ in seen[None]),
+                   cache=2 * c.n_layer * c.n_kv_head * c.head_dim * length * target.wte.weight.element_size() / 2**20, memory=memory())
+        print(f"{length:8d} {row['prompt']:9.2f} {row['plain']:14.2f} {row['step']:15.2f} {row['draft']:9.2f} {row['speedup']:8.2f} "
+              f"{row['cache']:10.1f} {row['memory'] or 0:11.2f}", flush=True)
+        result["rows"].append(row)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    command(main)
