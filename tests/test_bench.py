@@ -788,6 +788,15 @@ def test_the_figure_is_what_was_decoded(temperature, trained, tmp_path, capsys):
     assert (tmp_path / "a.svg").read_bytes() == again
 
 
+def test_any_text_can_be_drawn(tmp_path):
+    """Signs that are XML's own, that XML cannot hold, or that nobody would see; a token that ends within a character."""
+    texts = ["<b>", "&amp;", '"\'', "", "\x00\x1b\x7f", " \t\n", "\u00b7\uffff", "\U0001f600"] * 9
+    rows = {"plain": (texts, [1] * 72), "moa": (texts, [1, 70, 1])}
+    (tmp_path / "a.svg").write_text(figure.svg(rows, texts, "\x00<&>", "python <&> \x01"), encoding="utf-8")
+    for forwards in drawn(tmp_path / "a.svg").values():
+        assert "".join(text for f in forwards for text, _ in f) == '<b>&amp;"\'\u2400\u241b\u2421\u00b7\u2409\u23ce\u00b7\ufffd\U0001f600' * 9
+
+
 def test_figure_mistakes(trained, tmp_path, capsys, monkeypatch):
     """A picture of texts that differ; tracebacks for a folder that is not there and a prompt that is too long."""
     good = ["--out", trained, "--new-tokens", "9", "--prompt", "a", "--svg", str(tmp_path / "a.svg")]
