@@ -2,10 +2,11 @@ r"""
 Decode with a method and watch it work.
 
     python sample.py --method medusa --prompt "def main():" --compare
+    python sample.py --method all --show tree
 
 Text goes to stdout as it comes, figures to stderr. What comes out is the target's own text, whatever the method: --compare
-proves it on the spot by running plain decoding beside it. The one exception must be asked for and is named wherever it is
-used: --accept typical, Medusa's lossy acceptance.
+proves it on the spot by running plain decoding beside it, and --method all is every drafter beside it. The one exception must
+be asked for and is named wherever it is used: --accept typical, Medusa's lossy acceptance.
 
     python sample.py --method moa --server http://127.0.0.1:8765
 
@@ -13,13 +14,16 @@ has the drafter here and the target on the other side of python moa.py serve; --
 Tokens written while the server was away are dim.
 """
 import codecs
+import inspect
+import math
 import os
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from bench.picture import draw, watch
 from bench.remote import Client, Refused, Remote, Unreachable, keep_last
 from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights,
                    out_folder, parse, pick_device)
@@ -32,7 +36,7 @@ PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the li
 @dataclass
 class Options:
     """Generate text with a target and a drafter."""
-    method: str = arg("medusa", "the drafter; plain = none", choices=["plain", *METHODS])
+    method: str = arg("medusa", "the drafter; plain = none; all = compare all there are", choices=["plain", *METHODS, "all"])
     backbone: str = arg("", "the target: empty = OUT/backbone; a hub id (gpt2, a Llama), a folder, a GGUF file, or smollm2")
     prompt: str = arg(PROMPT, "the text to continue; - reads it from stdin")
     chat: bool = arg(True, "put the prompt into the model's chat template, if it has one")
@@ -56,7 +60,8 @@ class Options:
     out: str = arg("out", "folder of checkpoints, as train.py wrote it; drafters of --backbone gpt2 are in OUT/gpt2")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
-    show: bool = arg(False, "colour the tokens: accepted drafts green, the target's own tokens plain (on a terminal)")
+    show: str = arg("none", "tokens = accepted drafts green, the target's own plain (on a terminal); tree = a step's token tree",
+                    choices=["none", "tokens", "tree"])
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
     dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
@@ -85,22 +90,45 @@ def how_many(nodes, target):
     return n
 
 
-def load_drafter(opt, target, method=None, hint=None):
-    """The drafter of --method (a module; default: METHODS' own) from its checkpoint, or None for plain decoding."""
-    if opt.method == "plain":
-        return None
+def same_place(opt):
+    """The options that make a command of train.py find what this one looks for."""
+    return "".join(f" --{k} {v}" for k in ("backbone", "out") if (v := getattr(opt, k)) != getattr(Options, k))
+
+
+def load_drafters(opt, target):
+    """--method all -> {name: drafter}, and a line for each that has no checkpoint for this target; one there must be."""
+    if opt.checkpoint:
+        fail("--checkpoint is one drafter's: name its --method, or with --out the folder of all")
+    skipped = []
+    found = {name: load_drafter(replace(opt, method=name), target, skipped=skipped) for name in METHODS}
+    if len(skipped) == len(found):
+        fail(f"no drafter to compare, such as {skipped[0]}; or all of them: run python train.py{same_place(opt)}")
+    for reason in skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
+    return {name: d for name, d in found.items() if d}
+
+
+def load_drafter(opt, target, method=None, hint=None, skipped=None):
+    """
+    The drafter of --method (a module; default: METHODS' own) from its checkpoint, or None for plain decoding. skipped, of
+    load_drafters: takes the reason if there is no checkpoint for this target; and options of other methods are no mistake.
+    """
+    if opt.method in ("plain", "all"):
+        return load_drafters(opt, target) if opt.method == "all" else None
+    absent = fail if skipped is None else skipped.append
     method, path = method or METHODS[opt.method], opt.checkpoint or os.path.join(checkpoints(opt), opt.method)
     if not path.endswith(".safetensors"):
         path = os.path.join(path, "model.safetensors")
-    hint = (hint or f"run python train.py --method {opt.method}") + "".join(f" --{k} {v}" for k in ("backbone", "out")
-                                                                            if (v := getattr(opt, k)) != getattr(Options, k))
+    hint = (hint or f"run python train.py --method {opt.method}") + same_place(opt)
+    if not os.path.isfile(path):
+        return absent(f"no {opt.method} checkpoint in {path}: {hint}")
     tensors, meta = load(path, f"{opt.method} checkpoint", hint)
     if meta.get("kind") != opt.method:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not {opt.method}: name another --checkpoint or --method")
     if meta.get("backbone") != target.fingerprint:
         if "original" in meta:                                         # Medusa-2: the backbone it was trained with lies beside it
             hint = f"use --out {os.path.dirname(os.path.dirname(path))}"
-        fail(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
+        return absent(f"{path} was trained for another backbone ({meta.get('backbone')}, not {target.fingerprint}): {hint}")
     try:
         ids, cfg = tensors.get("head.ids"), method.Config(**meta["config"])            # ids: of a draft vocabulary
         net = method.Net(cfg, target) if ids is None else method.Net(cfg, target, ids)
@@ -112,7 +140,8 @@ def load_drafter(opt, target, method=None, hint=None):
     nodes = how_many(opt.nodes, target)
     auto = opt.nodes == "auto" and opt.tree == "best" and hits         # calibration is what it starts from
     most = 4 * nodes if auto and not gpu(str(target.wte.weight.device)) else nodes
-    own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)}
+    own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)
+           and (skipped is None or k in inspect.signature(method.Drafter).parameters)}
     try:
         shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, nodes)
     except ValueError as e:
@@ -122,6 +151,7 @@ def load_drafter(opt, target, method=None, hint=None):
     try:
         drafter = method.Drafter(net, target, shape=shape, nodes=most, floor=opt.floor, **own)
         if auto:
+            drafter.nodes = nodes                                      # for who has no use for a budget: a client
             target.seconds = getattr(target, "seconds", None) or forward_seconds(target, most)      # once for all drafters
             drafter.budget = Budget(target.seconds, grow(hits[:getattr(drafter, "depth", net.K)], most).value[1:])
         return drafter
@@ -137,7 +167,7 @@ def make_sampler(opt, exact=False):
 
 
 def setup(opt, remote=False):
-    """-> target, tokenizer, drafter, sampler for a command line. remote: of the target just what a client has."""
+    """-> target, tokenizer, drafter (for all: a dict), sampler for a command line. remote: of the target just what a client has."""
     if opt.accept == "typical" and opt.method == "plain":
         fail("--accept typical is about drafts, and --method plain has none: name a drafter, or leave --accept out")
     device = pick_device(opt.device)
@@ -151,7 +181,7 @@ def setup(opt, remote=False):
         return for_decoding(target), tokenizer, load_drafter(opt, target), sampler
     path = os.path.join(checkpoints(opt), "backbone", "model.safetensors")
     if not os.path.exists(path):
-        fail(f"no backbone in {path}: run python train.py" + (f" --method {opt.method}" if opt.method != "plain" else ""))
+        fail(f"no backbone in {path}: run python train.py" + f" --method {opt.method}" * (opt.method in METHODS) + same_place(opt))
     target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))
     drafter = load_drafter(opt, for_decoding(target))
     if remote:
@@ -161,7 +191,7 @@ def setup(opt, remote=False):
 
 def stream(opt, target, tokenizer, prompt, drafter, sampler, client=None):
     """Print the text as it comes, whole characters only. Returns its tokens and Stats."""
-    colour, dim = opt.show and sys.stdout.isatty(), client and sys.stdout.isatty()
+    colour, dim = opt.show == "tokens" and sys.stdout.isatty(), client and sys.stdout.isatty()
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     decode = client.generate if client else generate
     steps, tokens = decode(target, prompt, opt.max_new_tokens, drafter, sampler, tokenizer.stops), []
@@ -186,29 +216,45 @@ def histogram(accepted):
     return "  ".join(f"{n} x{accepted.count(n)}" for n in range(1, max(accepted) + 1))
 
 
-def compare(target, prompt, drafter, sampler, tokens, opt, tokenizer, repeats=3):
-    """Plain (exact) decoding and the method in turn; medians of tokens/s. Says whether the text is the same."""
-    def once(d):
-        return complete(target, prompt, opt.max_new_tokens, d, sampler if d else make_sampler(opt, exact=True), tokenizer.stops)
-    plain, _ = once(None)                                              # warm-up, as the streamed run was for the method
-    pairs = [(once(None)[1].tokens_per_second, once(drafter)[1].tokens_per_second) for _ in range(repeats)]
-    slow, fast = (statistics.median(p) for p in zip(*pairs))
-    at = next((i for i, (a, b) in enumerate(zip(plain, tokens)) if a != b), min(len(plain), len(tokens)))
-    same = "identical" if plain == tokens else f"DIFFERENT from token {at} on: {plain[at:at + 1]} against {tokens[at:at + 1]}"
-    if sampler.typical and opt.temperature:
-        same = "lossy: differs by design"
-    print(f"plain {slow:.0f} tokens/s, {opt.method} {fast:.0f} tokens/s: speed-up {fast / slow:.2f}; text {same}", file=sys.stderr)
+def compare(target, prompt, drafters, runs, opt, tokenizer, repeats=3):
+    """
+    Plain (exact) decoding and drafters (by name) in turn, and a table: tau, target forwards, medians of tokens/s and of its
+    ratio to plain decoding's in the same round, and whether the text is plain decoding's. runs: tokens and Stats of what was
+    decoded already, its warm-up. Returns those of all.
+    """
+    def once(name):
+        d = drafters.get(name)
+        return complete(target, prompt, opt.max_new_tokens, d, make_sampler(opt, exact=not d), tokenizer.stops)
+    runs = {name: runs.get(name) or once(name) for name in ("plain", *drafters)}
+    rounds = [[once(name)[1].tokens_per_second for name in runs] for _ in range(repeats)]
+    plain = runs["plain"][0]
+    print(f"\n{'method':<15}  tau  target forwards  tokens/s  speed-up   (medians of {repeats} rounds, in turn)", file=sys.stderr)
+    for (name, (tokens, stats)), *speeds in zip(runs.items(), *rounds):
+        ratio = statistics.median(v / r[0] if r[0] else math.nan for v, r in zip(speeds, rounds))      # 0: one token has no speed
+        at = next((i for i, (a, b) in enumerate(zip(plain, tokens)) if a != b), min(len(plain), len(tokens)))
+        same = "identical" if plain == tokens else f"DIFFERENT from token {at} on: {plain[at:at + 1]} against {tokens[at:at + 1]}"
+        if opt.accept == "typical" and opt.temperature:
+            same = "lossy: differs by design"
+        print(f"{name:<15} {stats.tau:4.2f} {len(stats.accepted):16d} {statistics.median(speeds):9.0f} {ratio:9.2f}"
+              + (f"   text {same}" if name in drafters else ""), file=sys.stderr)
+    return runs
 
 
 def main(argv=None):
     opt, remote = parse(Options, Remote, argv=argv)
-    if remote.server and (opt.compare or opt.method not in ("moa", "plain")):
-        fail("--server works with --method moa or plain, and without --compare: the target is not here")
+    if remote.server and (opt.compare or opt.show == "tree" or opt.method not in ("moa", "plain")):
+        fail("--server works with --method moa or plain, and without --compare and --show tree: the target is not here")
+    if (opt.show, opt.method) in (("tree", "plain"), ("tokens", "all")):
+        fail(f"--show {opt.show} shows what one drafter does: name its --method" + (", or all" if opt.show == "tree" else ""))
     try:
         client = Client(remote) if remote.server else None
     except ValueError as e:
         fail(str(e))
     target, tokenizer, drafter, sampler = setup(opt, bool(client))
+    drafters = {opt.method: drafter} if drafter else {}
+    if opt.method == "all":                                            # the text is plain decoding's; the others' are compared with it
+        drafters, drafter, sampler, opt = drafter, None, make_sampler(opt, exact=True), replace(opt, method="plain", compare=True)
+    trees = {name: watch(d) for name, d in drafters.items()} if opt.show == "tree" else {}
     try:
         text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
         text.encode()
@@ -232,8 +278,13 @@ def main(argv=None):
     if client:
         print(f"server: {stats.calls} calls, {sum(stats.accepted) / max(1, stats.calls):.2f} tokens each, {stats.up:,} bytes up and "
               f"{stats.down:,} down, {stats.waiting:.2f} s waiting; {len(stats.offline)} tokens written without it", file=sys.stderr)
-    if opt.compare and drafter:
-        compare(target, prompt, drafter, sampler, tokens, opt, tokenizer)
+    runs = {opt.method: (tokens, stats)}
+    if opt.compare and drafters:
+        runs = compare(target, prompt, drafters, runs, opt, tokenizer)
+    room = min(opt.max_new_tokens, target.cfg.block_size - len(prompt))
+    for name, kept in trees.items():
+        label = name + " (LOSSY: typical acceptance)" * (opt.accept == "typical" and opt.temperature > 0)
+        print("\n" + draw(label, tokenizer, prompt, *runs[name], kept, room, sys.stderr), file=sys.stderr)
 
 
 if __name__ == "__main__":

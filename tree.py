@@ -233,12 +233,13 @@ def plant(root, scores, shape=None, nodes=16, floor=0.0):
     shape = shape and shape.limit(K, V)
     width = min(V, nodes if shape is None else max(shape.rank) + 1)
     top = scores.softmax(-1).topk(width)
-    guesses = top.indices.tolist()
+    guesses, chance = top.indices.tolist(), top.values.tolist()
     if shape is None:
-        shape = grow(top.values.tolist(), nodes, floor)
-    tree = Tree([root] * len(shape.parent), shape.parent, shape.value)
+        shape = grow(chance, nodes, floor)
+    tree = Tree([root] * len(shape.parent), shape.parent, [1.0] * len(shape.parent))
     for i in range(1, len(tree)):
-        tree.tokens[i] = guesses[tree.depth[i] - 1][shape.rank[i]]
+        d, r = tree.depth[i] - 1, shape.rank[i]
+        tree.tokens[i], tree.value[i] = guesses[d][r], tree.value[tree.parent[i]] * chance[d][r]
     return tree
 
 

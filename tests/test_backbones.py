@@ -511,11 +511,11 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
     assert f"--backbone {chat_model} --out {tmp_path}" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == ["tiny-chat"]
     texts, ask = set(), ["--prompt", "the cat ", "--max-new-tokens", "30", "--temperature", "1"]
-    for kind in ("plain", *kinds):
-        sample.main([*common, *ask, "--method", kind, "--compare"])
+    for kind in ("plain", *kinds, "all"):
+        sample.main([*common, *ask, "--method", kind, "--compare", *([] if kind == "plain" else ["--show", "tree"])])
         got = capsys.readouterr()
         texts.add(got.out)
-        assert kind == "plain" or "text identical" in got.err
+        assert got.err.count("text identical") == got.err.count("P(path)") == dict(plain=0, all=len(kinds)).get(kind, 1)
     sample.main([*common, *ask, "--method", "medusa", "--no-chat"])
     assert len(texts) == 1 and capsys.readouterr().out not in texts
     if "self" in more:

@@ -31,6 +31,7 @@ from model import command, load, load_file
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "bench"))
 import by_layer  # noqa: E402
+import figure  # noqa: E402
 import network  # noqa: E402
 import run as bench_run  # noqa: E402
 import typical  # noqa: E402
@@ -85,6 +86,8 @@ PROGRAMS = {                                                           # main, i
     "train self": (train.main, [train.Options], ["--method", "medusa", "--data", "self", "--self-tokens", 100, *CPU, *SMALL]),
     "sample": (sample.main, [sample.Options], ["--max-new-tokens", 6, "--prompt", "a", *CPU]),
     "sample moa": (sample.main, [sample.Options, remote.Remote], ["--method", "moa", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
+    "sample all": (sample.main, [sample.Options], ["--method", "all", "--show", "tree", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
+    "figure": (figure.main, [figure.Options], ["--svg", "a.svg", "--new-tokens", 6, "--prompt", "a", *CPU]),
     "run": (bench_run.main, [bench_run.Options], ["--methods", "medusa,prompt_lookup", "--temperatures", 0, *SHORT, *CPU]),
     "typical": (typical.main, [typical.Options], ["--epsilons", "0.1", *SHORT, *CPU]),
     "by_layer": (by_layer.main, [by_layer.Options], ["--batches", 1, *CPU]),

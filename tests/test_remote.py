@@ -857,6 +857,8 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
     (sample.main, ["--server", "http://127.0.0.1:1", "--method", "medusa"], "--method moa"),
     (sample.main, ["--wire", "int4"], "wire"),
     (sample.main, ["--server", "http://127.0.0.1:1", "--method", "moa", "--compare"], "--compare"),
+    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "moa", "--show", "tree"], "--show tree"),
+    (sample.main, ["--server", "http://127.0.0.1:1", "--method", "all"], "--method moa or plain"),
 ])
 def test_mistakes_get_one_line(main, argv, says, trained, capsys, monkeypatch):
     """Catches tracebacks for what a user typed, and a server that everybody can reach."""

@@ -1,7 +1,9 @@
 """sample.py: figures, streaming, comparison, and what it says to a user's mistakes."""
+import ast
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,9 @@ import torch
 
 import sample
 import train
+from bench import picture
 from model import load, save
-from tree import Stats
+from tree import Sampler, Stats, Tree, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -66,6 +69,167 @@ def test_a_different_text_would_be_noticed(trained, capsys, monkeypatch):
     assert "DIFFERENT from token" in err
 
 
+def table(err):
+    """The table of --compare -> {method: (tau, target forwards, tokens/s, speed-up, the rest)}."""
+    rows = [line.split(maxsplit=5) for line in err[err.index("\nmethod ") + 1:].split("\n\n")[0].splitlines()[1:]]
+    return {r[0]: (*map(float, r[1:5]), *r[5:]) for r in rows}
+
+
+def test_all_methods_side_by_side(trained, capsys):
+    """Catches a method that is left out, a text that is shown twice or is not plain decoding's, and figures of another method."""
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
+    got = run(capsys, *args, "--method", "all")
+    assert got.out == run(capsys, *args, "--method", "plain").out and got.err.lstrip().startswith("plain: ")
+    rows = table(got.err)
+    assert list(rows) == ["plain", *train.METHODS] and rows["plain"][3:] == (1.0,) and rows["plain"][0] == 1
+    for method in train.METHODS:
+        alone = run(capsys, *args, "--method", method).err
+        tau, forwards, speed, ratio, text = rows[method]
+        assert f"in {forwards:.0f} target forwards, tau {tau:.2f}," in alone and text == "text identical" and speed and ratio
+
+
+def test_one_different_text_among_all_is_named(trained, capsys, monkeypatch):
+    """Catches a proof that looks at one method's text only, or at the wrong one's."""
+    real = sample.complete
+    def wrong(t, p, n, d, *more):
+        tokens, stats = real(t, p, n, d, *more)
+        return (tokens[:5] + [7 if tokens[5] != 7 else 8] + tokens[6:] if isinstance(d, train.METHODS["amphista"].Drafter) else tokens), stats
+    monkeypatch.setattr(sample, "complete", wrong)
+    rows = table(run(capsys, "--out", trained, "--method", "all", "--max-new-tokens", 12, "--prompt", "a", "--temperature", 1).err)
+    assert [m for m in train.METHODS if "text identical" != rows[m][4]] == ["amphista"] and "DIFFERENT from token 5 on" in rows["amphista"][4]
+
+
+def test_medians_of_rounds_in_turn(capsys, monkeypatch):
+    """Catches a ratio of medians (a drifting machine spoils it), methods that do not take turns, and a warm-up that counts."""
+    times, asked = {None: [9, 10, 20, 40], "d": [30, 20, 40]}, []      # tokens/s, the warm-up first
+    def complete(target, prompt, n, d, sampler, stops):
+        asked.append(d)
+        return [1, 2], Stats(accepted=[1, 1], seconds=dict(draft=0, verify=1 / times[d][asked.count(d) - 1], rest=0))
+    monkeypatch.setattr(sample, "complete", complete)
+    _, tokenizer = None, type("", (), dict(stops=set()))
+    runs = sample.compare(None, [0], {"medusa": "d"}, {"medusa": ([1, 2], Stats([1, 1]))}, sample.Options(), tokenizer)
+    rows = table(capsys.readouterr().err)
+    assert asked == [None] + [None, "d"] * 3 and list(runs) == ["plain", "medusa"]
+    assert rows == {"plain": (1, 2, 20, 1), "medusa": (1, 2, 30, 1, "text identical")}
+
+
+def test_a_text_of_one_token_has_no_speed(trained, capsys):
+    """Catches a division by the zero tokens that came after the prompt's forward."""
+    err = run(capsys, "--out", trained, "--method", "all", "--max-new-tokens", 1, "--prompt", "a", "--show", "tree").err
+    assert all(r[1] == 1 and r[3] != r[3] for r in table(err).values()) and "medusa: no tree was drafted" in err
+
+
+def test_methods_without_a_checkpoint_are_skipped(trained, tmp_path, capsys):
+    """Catches a comparison that ends because one of four is missing, or hides that it is, or knows no command that helps."""
+    args = ["--out", tmp_path, "--method", "all", "--max-new-tokens", 8, "--prompt", "a"]
+    assert f"run python train.py --out {tmp_path}\n" in refused(capsys, *args)
+    shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
+    assert f"all of them: run python train.py --out {tmp_path}\n" in refused(capsys, *args)
+    shutil.copytree(os.path.join(trained, "moa"), tmp_path / "moa")
+    tensors, meta = load(os.path.join(trained, "medusa", "model.safetensors"), "", "")
+    save(str(tmp_path / "medusa" / "model.safetensors"), tensors, {**meta, "backbone": "0" * 16})
+    err = run(capsys, *args).err
+    said = [line for line in err.splitlines() if line.startswith("skipped: ")]
+    assert list(table(err)) == ["plain", "moa"] and len(said) == 3 and "another backbone" in said[0]
+    for line, method in zip(said, ("medusa", "amphista", "hidden_transfer")):
+        assert line.endswith(f"run python train.py --method {method} --out {tmp_path}")
+    (tmp_path / "moa" / "model.safetensors").write_bytes(b"x")         # what is there and broken is no reason to go on
+    assert "broken" in refused(capsys, *args)
+
+
+def test_options_of_one_method_reach_it_among_all(trained):
+    """Catches options that --method all drops, or hands to a method that has none."""
+    opt = sample.Options(method="all", out=trained, device="cpu", groups=3, depth=2, breadth=2, nodes=9, floor=0.01)
+    drafters = sample.setup(opt)[2]
+    assert list(drafters) == list(train.METHODS) and drafters["hidden_transfer"].groups == 3
+    assert (drafters["moa"].depth, drafters["moa"].breadth) == (2, 2)
+    assert {(d.floor, d.rows) for n, d in drafters.items() if n != "hidden_transfer"} == {(0.01, 9)}
+
+
+def test_typical_acceptance_among_all(trained, capsys):
+    """Catches lossy texts that are called identical, a lossy text that is shown as the target's, and exact ones called lossy."""
+    args = ["--out", trained, "--method", "all", "--max-new-tokens", 30, "--prompt", "a dog", "--accept", "typical", "--show", "tree"]
+    got = run(capsys, *args, "--temperature", 1)
+    assert got.out == run(capsys, "--method", "plain", *args[:2], *args[4:8], "--temperature", 1).out
+    assert all(r[4] == "text lossy: differs by design" for n, r in table(got.err).items() if n != "plain")
+    assert got.err.count("(LOSSY: typical acceptance), forward") == len(train.METHODS)
+    got = run(capsys, *args)
+    assert "LOSSY" not in got.err and got.err.count("text identical") == len(train.METHODS)
+
+
+class Words:
+    """A tokenizer of whole words for pictures."""
+    stops, words = {9}, [b"zero", b"one", b"two ", b"\n", b"\xe2\x82\xac", b"\xe2", b"six", b"", b"eight", b""]
+    def decode_bytes(self, ids):
+        return b"".join(self.words[i] for i in ids)
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode(errors="replace")
+
+
+class Stream:
+    def __init__(self, encoding, tty=False):
+        self.encoding, self.isatty = encoding, lambda: tty
+
+
+PICTURE = """\
+name, forward 3 of 4, the longest accepted path: 6 nodes, 2 accepted (✓), one token of the target's own (+)
+after 'eightzeroone'
+'two '           draft P(token)  P(path)
+├─ ✓ '\\n'                 0.500    0.500
+│  ├─   b'\\xe2'           0.500    0.250
+│  ├─ ✓ '€'               0.250    0.125
+│  │  └─ + <7>
+│  └─   <end>             0.100    0.050
+└─   'six'                0.250    0.250"""
+
+
+def test_a_hand_made_picture():
+    """Catches branches that hang on the wrong node, another step than the rule's, and what a terminal or a pipe cannot show."""
+    wide = Tree([2, 3, 6, 5, 4, 9], [-1, 0, 0, 1, 1, 1], [1.0, 0.5, 0.25, 0.25, 0.125, 0.05])
+    deep = Tree([7, 0, 1, 0], [-1, 0, 1, 2], [1.0, 0.9, 0.8, 0.4])
+    tokens, stats = [0, 1, 2, 3, 4, 7, 0, 1, 0], Stats(accepted=[2, 1, 3, 3])
+    trees = [Tree([1], [-1], [1.0]), wide, deep]
+    show = lambda stream, trees=trees, room=99: picture.draw("name", Words(), [8], tokens, stats, trees, room, stream)
+    assert show(Stream("utf-8")) == PICTURE
+    plain = show(Stream("latin-1"))
+    assert plain.isascii() and plain.count("* ") == 2 and plain.count("\n") == PICTURE.count("\n")
+    assert "|- * '\\n'" in plain and "|  |- * '\\u20ac'" in plain and "|  |  `- + <7>" in plain and "`-   'six'" in plain
+    colours = show(Stream("utf-8", tty=True))
+    assert re.sub("\033.*?m", "", colours) == PICTURE and colours.count("\033[32m") == 2 and colours.count("\033[2m") == 3
+    deep.value[2] = 0.1                                                # now its path is the one less likely
+    at_once = show(Stream("utf-8"), room=9)                            # all was written: the last node could not be emitted
+    assert "forward 4 of 4" in at_once and ": 3 nodes, 2 accepted" in at_once and "after 'ghtzeroonetwo \\n€'" not in at_once
+    assert at_once.splitlines()[-1].strip() == "└─ + 'zero'"
+    cut = Tree([2, 3, 4, 7], [-1, 0, 1, 2], [1.0, 0.5, 0.05, 0.04])    # the target's own token was drafted: it is drawn once
+    assert re.search(r"└─ \+ <7> +0.800    0.040$", show(Stream("utf-8"), [trees[0], cut, deep]))
+
+
+@pytest.mark.parametrize("tree", ["best", "chain", "2,2"])
+@pytest.mark.parametrize("method", train.METHODS)
+def test_the_picture_is_a_step_of_the_text(method, tree, trained, capsys):
+    """Catches a tree beside the wrong step, marks that are not what the text says, and a picture that changes the text."""
+    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=method, out=trained, device="cpu", tree=tree))
+    prompt = tokenizer.start + tokenizer.encode("the cat ")
+    for T in (0, 1):
+        args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", T, "--method", method, "--tree", tree]
+        got = run(capsys, *args, "--show", "tree")
+        assert got.out == run(capsys, *args).out
+        text, stats = complete(target, prompt, 40, drafter, Sampler(T), tokenizer.stops)
+        head, after, root, *nodes = got.err[got.err.index(f"\n{method}, forward ") + 1:].splitlines()
+        step, n, accepted = map(int, re.search(r"forward (\d+) of .*: (\d+) nodes, (\d+) accepted", head).groups())
+        assert accepted + 1 == stats.accepted[step - 1] == max(stats.accepted[1:])
+        piece = r"""('(?:[^'\\]|\\.)*'|"[^"]*"|b'[^']*'|<end>|<\d+>)"""
+        lines = [re.fullmatch(r"([│ ]*)[├└]─ ([✓+ ]) " + piece + r"(?: +([\d.]+) +([\d.]+))?", line).groups() for line in nodes]
+        marked = [line for line in lines if line[1] != " "]
+        assert len(lines) in (n - 1, n) and [len(line[0]) // 3 for line in marked] == list(range(accepted + 1))
+        assert all(0 <= float(path) <= float(token) <= 1 for *_, token, path in lines if path)
+        at = sum(stats.accepted[:step - 1])
+        assert ast.literal_eval(after[6:]) == tokenizer.decode(prompt + text[:at - 1])[-40:]
+        said = [ast.literal_eval(x) if x[0] != "<" else b"" for x in [re.match(piece, root)[0]] + [line[2] for line in marked]]
+        said = b"".join(x if isinstance(x, bytes) else x.encode() for x in said)
+        assert said == tokenizer.decode_bytes(text[at - 1:at + accepted + 1])
+
+
 def test_typical_acceptance_is_named_lossy(trained, capsys):
     """Catches a lossy text that is passed off as the model's own, and a comparison with anything but exact plain decoding."""
     args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "a dog", "--temperature", 1]
@@ -111,7 +275,7 @@ def test_many_byte_characters_come_whole(trained, monkeypatch, capsys):
 def test_show_colours_accepted_tokens_on_a_terminal_only(trained):
     """Catches escape codes in a pipe, and colours that are missing on a terminal."""
     command = [sys.executable, "sample.py", "--out", trained, "--max-new-tokens", "30", "--temperature", "1", "--show",
-               "--prompt", "a"]
+               "tokens", "--prompt", "a"]
     piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert piped.returncode == 0 and "\033[" not in piped.stdout, piped.stderr
     a, b = pty.openpty()
@@ -139,6 +303,9 @@ def test_the_end_of_the_context_is_named(trained, capsys):
     (["--nodes", "-2"], "nodes"), (["--tree", "oak"], "--tree"), (["--tree", "2,2,2,2,2,2"], "deep"), (["--dtype", "int3"], "dtype"),
     (["--device", "tpu"], "device"), (["--prompt", "long " * 400], "leaves no room"), (["--checkpoint", "/nonexistent"], "no medusa checkpoint"),
     (["--accept", "maybe"], "--accept"), (["--accept", "typical", "--method", "plain"], "plain has none"),
+    (["--method", "all", "--checkpoint", "x"], "name its --method"), (["--method", "all", "--tree", "9,9,9,9,9,9"], "--tree"),
+    (["--method", "all", "--show", "tokens"], "name its --method"), (["--method", "plain", "--show", "tree"], "name its --method"),
+    (["--show"], "--show"), (["--groups", "2"], "--groups cannot be used with --method medusa"),
     (["--accept", "typical", "--epsilon", "1.5"], "epsilon"), (["--accept", "typical", "--delta", "-1"], "delta"),
 ])
 def test_mistakes_get_one_line(argv, says, trained, capsys):

@@ -129,6 +129,8 @@ def test_plant():
         assert tree.tokens[0] == 7 and tree.parent == shape.parent
         for i in range(1, len(tree)):
             assert tree.tokens[i] == order[tree.depth[i] - 1, shape.rank[i]]
+            chance = scores[tree.depth[i] - 1].softmax(-1)[tree.tokens[i]].item()
+            assert tree.value[i] == pytest.approx(tree.value[tree.parent[i]] * chance)                # this step's, not the shape's
     for nodes in (1, 2, 5, 16, 60):
         tree = plant(7, scores, nodes=nodes)
         want = grow([scores[d].softmax(-1)[order[d]].tolist() for d in range(3)], nodes)
