@@ -19,7 +19,7 @@ import self_speculative
 import train
 from conftest import Watching, tiny
 from model import Tokenizer, rotate
-from test_lossless import SAMPLING, SHAPES, TARGETS, Artificial, Guided, any_tree, at_the_ends, check, lively, reference
+from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
 from tree import Sampler, Tree, cartesian, chain, complete, generate
 
@@ -49,12 +49,7 @@ def rival(name, target, shape=None, nodes=16, seed=0):
 @pytest.mark.parametrize("name", bench.RIVALS)
 def test_rivals_are_lossless(name, sampling):
     """A rival that changes the text in any way: any tree, both families, as it starts and with random weights."""
-    for i, shape in enumerate(TARGETS.values()):
-        target, truth = lively([3, 1, 4], 20, SAMPLING[sampling], **shape)
-        for j, tree in enumerate(list(SHAPES)[i % 3::3]):
-            drafter = rival(name, target, *SHAPES[tree], seed=j % 3)
-            check(target, [3, 1, 4], 20, drafter, SAMPLING[sampling], truth=truth)
-            check(target, [3, 1, 4], 20, Guided(drafter, Artificial([3, 1, 4] + truth, 23, seed=j)), SAMPLING[sampling], truth=truth)
+    every_tree(sampling, lambda target, shape, nodes, seed: rival(name, target, shape, nodes, seed))
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
