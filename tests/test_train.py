@@ -268,7 +268,7 @@ def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
     assert path.stat().st_mtime_ns != before
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])     # its compiler takes seconds
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])     # its compiler takes seconds
 def test_compiled_blocks_compute_the_same(backend, tmp_path, text_file, monkeypatch):
     """Catches --compile that does nothing, breaks a checkpoint's names, or changes what is learnt."""
     real, compiled = nn.Module.compile, []
