@@ -16,7 +16,6 @@ import prompt_lookup
 import report
 import run as bench
 import self_speculative
-import train
 from conftest import Watching, tiny
 from model import Tokenizer, rotate
 from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree, lively, reference
@@ -331,7 +330,6 @@ def test_eagle_draft_twice():
 
 def skipping(target, skip, text, path):
     """Logits after the drafted tokens path (root first): the text's keys and values are the full target's, nothing cached."""
-    c = target.cfg
     H, G, D = target.blocks[0].attn.heads
     _, k, v = layers(target, torch.tensor([text]))
     k, v = [x[0] for x in k], [x[0] for x in v]                        # (G, S, D) of every layer

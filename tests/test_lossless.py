@@ -149,7 +149,7 @@ class Guided:
             parent.append(up)
             up = len(tokens) - 1
         child = {}                                                     # siblings with one token become one node
-        new, out = {-1: -1}, Tree([], [])
+        new = {-1: -1}
         tokens_, parent_, value = [], [], []
         for i, (up, token) in enumerate(zip(parent, tokens)):
             key = new[up], token
@@ -263,8 +263,8 @@ def every_tree(sampling, make):
     turn = list(SAMPLING).index(sampling)
     for i, shape in enumerate(TARGETS.values()):
         target, truth = lively([3, 1, 4], 20, SAMPLING[sampling], **shape)
-        for j, tree in enumerate(list(SHAPES)[i % 3::3] if i else SHAPES):
-            drafter = make(target, *SHAPES[tree], j % 3)
+        for j, name in enumerate(list(SHAPES)[i % 3::3] if i else SHAPES):
+            drafter = make(target, *SHAPES[name], j % 3)
             if (turn + i + j) % 2:
                 drafter = Guided(drafter, Artificial([3, 1, 4] + truth, 23, seed=j))
             check(target, [3, 1, 4], 20, drafter, SAMPLING[sampling], truth=truth)

@@ -296,7 +296,7 @@ def test_staircase():
 @pytest.mark.parametrize("options", [dict(tli=0), dict(tli=1), dict(tli=2, tli_exact=True), dict(tli=3, ce=0.7, feature=0.4)])
 def test_loss_by_hand(options, progress):
     """Wrong weights, wrong positions averaged, true states in the wrong places, a loss that looks at the wrong layer."""
-    target, (B, T), L, V = make_target(), (2, 14), 3, 23
+    target, (B, T), L = make_target(), (2, 14), 3
     net, x = make_net(target, **options), random_text(target, 2, 14)
     cfg, N = net.cfg, net.cfg.tli
     verified, start = draws(cfg, B, T, 11)
