@@ -217,6 +217,9 @@ def test_two_processes_train_one_model(tmp_path, text_file):
                 sys.stdout = open(1, "w", closefd=False)
                 os.environ |= dict(RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 train.tqdm.set_lock(threading.RLock())                 # its own is shared with the parent
+                sync = train.Run.sync
+                train.Run.sync = lambda self, module, loss: (sync(self, module, loss), print(
+                    "gradient", sum(p.grad.double().abs().sum().item() for p in module.parameters())))
                 backbone(tmp_path, text_file, "--steps", "4")
                 sys.stdout.flush()
                 status = 0
@@ -226,7 +229,10 @@ def test_two_processes_train_one_model(tmp_path, text_file):
                 os._exit(status)
         children.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
-    check_two_processes(tmp_path, "".join((tmp_path / f"printed{i}").read_text() for i in range(2)))
+    printed = [(tmp_path / f"printed{i}").read_text() for i in range(2)]
+    check_two_processes(tmp_path, "".join(printed))
+    a, b = ([line for line in text.splitlines() if line.startswith("gradient")] for text in printed)
+    assert a == b and len(set(a)) == 4
 
 
 @pytest.mark.long
