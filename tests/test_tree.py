@@ -557,7 +557,7 @@ def check_distribution(pairs, p, q=None):
 
 def choices(make, z):
     """(SEEDS, 2) choices at two neighbouring positions, eight pairs of them for a seed; z (2, V)."""
-    texts = [make(seed).choose(z.repeat(8, 1), range(17, 33)) for seed in range(SEEDS // 8)]
+    texts = [make(seed).choose(z.repeat(8, 1), range(17 + seed % 2, 33 + seed % 2)) for seed in range(SEEDS // 8)]
     return np.reshape(texts, (SEEDS, 2))
 
 
