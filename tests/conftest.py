@@ -72,7 +72,7 @@ def short_trials():
     import train
     real = train.mean_tau
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(train, "mean_tau", lambda target, drafter, prompts, new: real(target, drafter, prompts[:2], new))
+        m.setattr(train, "mean_tau", lambda target, drafter, prompts, *a, **k: real(target, drafter, prompts[:2], *a, **k))
         yield
 
 

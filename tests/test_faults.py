@@ -216,7 +216,7 @@ def in_child(out, argv, text_file, wait=None, before=lambda: None):
             train.tqdm.set_lock(threading.RLock())                     # its own is shared: a killed child may die holding it
             model.save_file = on_a_slow_disk
             train.versions = dict                                      # each save would ask git, and what is tried at the end ...
-            train.mean_tau = lambda *args: 1.0                         # ... takes longer than the training
+            train.mean_tau = lambda *args, **kwargs: 1.0           # ... takes longer than the training
             schedule = train.Run.schedule
             train.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
                                                setattr(self, "saved", self.step), schedule(self))[-1]
