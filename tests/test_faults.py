@@ -2,6 +2,7 @@
 import copy
 import dataclasses
 import errno
+import functools
 import glob
 import io
 import json
@@ -217,6 +218,8 @@ def in_child(out, argv, text_file, wait=None, before=lambda: None):
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             train.tqdm.set_lock(threading.RLock())                     # its own is shared: a killed child may die holding it
             model.save_file = on_a_slow_disk
+            train.versions = dict                                      # each save would ask git, and what is tried at the end ...
+            train.mean_tau = lambda *args, **kwargs: 1.0           # ... takes longer than the training
             schedule = train.Run.schedule
             train.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
                                                setattr(self, "saved", self.step), schedule(self))[-1]
@@ -239,14 +242,18 @@ def in_child(out, argv, text_file, wait=None, before=lambda: None):
     return (None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)), open(f"{out}/stderr").read()
 
 
-def unbroken(name, trained, text_file, out):
-    """-> files of a training that nothing disturbed, as bytes-for-bytes comparable weights, and the seconds it took."""
-    argv, folders = TRAIN[name]
-    shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
-    begin = time.perf_counter()
-    status, err = in_child(str(out), argv, text_file)
-    assert status == 0, err
-    return time.perf_counter() - begin
+@pytest.fixture(scope="module")
+def unbroken(trained, text_file, tmp_path_factory):
+    """name -> the folder of a training that nothing disturbed, bytes-for-bytes comparable weights, and the seconds it took."""
+    @functools.cache
+    def run(name):
+        out = tmp_path_factory.mktemp("whole")
+        shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
+        begin = time.perf_counter()
+        status, err = in_child(str(out), TRAIN[name][0], text_file)
+        assert status == 0, err
+        return out, time.perf_counter() - begin
+    return run
 
 
 def same_weights(a, b, folders):
@@ -263,9 +270,9 @@ def whole_files(out, folders):
     return len([load(path, "", "") for path in paths if os.path.exists(path)])
 
 
-def kill_and_resume(name, kills, trained, text_file, tmp_path, seed):
+def kill_and_resume(name, kills, trained, text_file, tmp_path, unbroken, seed):
     argv, folders = TRAIN[name]
-    seconds = unbroken(name, trained, text_file, tmp_path / "whole")
+    whole, seconds = unbroken(name)
     rng, done, found = random.Random(seed), 0, 0
     while done < kills:
         out = tmp_path / f"killed{done}"
@@ -280,30 +287,29 @@ def kill_and_resume(name, kills, trained, text_file, tmp_path, seed):
             found += whole_files(out, folders)
         status, err = in_child(str(out), [*argv, "--resume"], text_file)
         assert status == 0, err
-        same_weights(tmp_path / "whole", out, folders)
+        same_weights(whole, out, folders)
         assert not glob.glob(str(out / "**" / "*.tmp*"), recursive=True), "a killed run's halves stay behind"
         shutil.rmtree(out)
     assert found > kills / 2, "the kills came before anything was written"
 
 
-@pytest.mark.parametrize("name", TRAIN)
-def test_a_killed_training_goes_on(name, trained, text_file, tmp_path):
+@pytest.mark.parametrize("name", ["backbone", "medusa 2"])             # a drafter alone: the long test
+def test_a_killed_training_goes_on(name, trained, text_file, tmp_path, unbroken):
     """Half a checkpoint under a checkpoint's name; files of Medusa-2 that do not fit; a resumed run that ends elsewhere."""
-    kill_and_resume(name, 2, trained, text_file, tmp_path, 0)
+    kill_and_resume(name, 2, trained, text_file, tmp_path, unbroken, 0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAIN)
-def test_many_killed_trainings_go_on(name, trained, text_file, tmp_path):
+def test_many_killed_trainings_go_on(name, trained, text_file, tmp_path, unbroken):
     """The same, sixty times."""
-    kill_and_resume(name, 60, trained, text_file, tmp_path, 1)
+    kill_and_resume(name, 60, trained, text_file, tmp_path, unbroken, 1)
 
 
 @pytest.mark.parametrize("name", ["backbone", "medusa 2"])
-def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path):
+def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path, unbroken):
     """A write that stops short at any place: a traceback, a checkpoint cut off, a run that cannot go on with more room."""
     argv, folders = TRAIN[name]
-    unbroken(name, trained, text_file, tmp_path / "whole")
     out = tmp_path / "full"
     shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
     rng = random.Random(0)
@@ -333,7 +339,7 @@ def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path):
         whole_files(out, folders)
     status, err = in_child(str(out), [*argv, "--resume"], text_file)
     assert status == 0, err
-    same_weights(tmp_path / "whole", out, folders)
+    same_weights(unbroken(name)[0], out, folders)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -573,7 +579,7 @@ def test_a_broken_drafter_neither_stops_nor_changes_the_text(wrong):
 def test_half_precision_overflows(dtype):
     """Weights that overflow: a text, or one clear error; never NaN taken for a token, nor another answer for another drafter's sake."""
     seen = set()
-    for scale in (20, 300, 3e3, 3e4, 1e6):
+    for scale in (20, 3e3, 3e4, 1e6):
         target = tiny(dtype=dtype, scale=scale, seed=1)
         for sampling in ({}, dict(temperature=1.0, seed=2), dict(temperature=1e-6), dict(temperature=1e9)):
             results = []
@@ -632,8 +638,8 @@ def test_extreme_sampling():
 def test_half_precision_texts_part_at_near_ties_only(dtype):
     """Drift taken for a fault, or a fault excused as drift: the first token that differs must have been a near tie."""
     parted = 0
-    for seed in range(4):
-        target = tiny(("llama", "gpt2")[seed % 2], dtype=dtype, seed=seed, block_size=64)
+    for seed, style in ((3, "llama"), (3, "gpt2")):                    # which do part, in bfloat16 and in float16
+        target = tiny(style, dtype=dtype, seed=seed, block_size=64)
         plain = complete(target, [1, 2, 3], 50)[0]
         for name, drafter in drafters(target):
             text = complete(target, [1, 2, 3], 50, drafter)[0]
@@ -643,4 +649,4 @@ def test_half_precision_texts_part_at_near_ties_only(dtype):
                 z = target(torch.tensor([[1, 2, 3, *plain[:at]]]))[0][0, -1].float()
                 parted += 1
                 assert z.max() - z[[plain[at], text[at]]].min() < 8 * torch.finfo(dtype).eps * z.abs().max(), (seed, name, at)
-    assert parted < 30
+    assert parted < 15

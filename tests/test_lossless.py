@@ -4,7 +4,7 @@ Every method and every artificial drafter gives plain decoding's text, token for
 The reference is written here: one uncached forward a token. check() compares text, statistics, the cache's length after every
 step and its rows at the end; planted faults show that it sees wrong walks, masks, caches, positions and noise.
 """
-import dataclasses
+import functools
 import random
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 import tree
 from conftest import tiny
-from model import KVCache
+from model import KVCache, fingerprint
 from train import METHODS
 from tree import Sampler, Shape, Tree, cartesian, chain, complete, generate, grow
 
@@ -149,7 +149,7 @@ class Guided:
             parent.append(up)
             up = len(tokens) - 1
         child = {}                                                     # siblings with one token become one node
-        new, out = {-1: -1}, Tree([], [])
+        new = {-1: -1}
         tokens_, parent_, value = [], [], []
         for i, (up, token) in enumerate(zip(parent, tokens)):
             key = new[up], token
@@ -168,9 +168,20 @@ ARTIFICIAL = {"perfect chain": lambda *a: Perfect(*a, noise=0), "perfect": Perfe
 # ---------------------------------------------------------------------------------------------------------------------
 # The check
 
-@torch.inference_mode()
+TEXTS = {}                                                             # (target, prompt, new, sampling) -> what reference returns
+
+
 def reference(target, prompt, new, sampling):
-    """The next new tokens by the plainest of loops, and the smallest lead of a choice over the second best."""
+    """The next new tokens by the plainest of loops, and the smallest lead of a choice over the second best; each once."""
+    key = fingerprint(target.state_dict()), str((target.cfg, prompt, new, sampling))
+    if key not in TEXTS:
+        TEXTS[key] = plainly(target, prompt, new, sampling)
+    text, lead = TEXTS[key]
+    return list(text), lead
+
+
+@torch.inference_mode()
+def plainly(target, prompt, new, sampling):
     text, lead, s = list(prompt), float("inf"), Sampler(**sampling)
     for t in range(len(prompt), min(len(prompt) + new, target.cfg.block_size)):
         scores = s.scores(target(torch.tensor([text]))[0][0, -1:], [t])[0]
@@ -219,8 +230,15 @@ def check(target, prompt, new, drafter, sampling, eos=(), truth=None):
     return stats
 
 
-def lively(prompt, new, sampling, distinct=5, seed=0, **shape):
+def lively(prompt, new, sampling, **shape):
     """A random target whose text after prompt is no loop, and that text: a loop would hide most faults."""
+    target, truth = find_lively(tuple(prompt), new, tuple(sampling.items()), **shape)
+    return target, list(truth)
+
+
+@functools.cache                                                       # one search for all methods; nobody changes the target
+def find_lively(prompt, new, sampling, distinct=5, seed=0, **shape):
+    prompt, sampling = list(prompt), dict(sampling)
     for seed in range(seed, seed + 50):
         target = tiny(seed=seed, **shape)
         truth, lead = reference(target, prompt, new, sampling)
@@ -240,17 +258,23 @@ TARGETS = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Methods
 
+def every_tree(sampling, make):
+    """make(target, shape, nodes, seed) -> a drafter, checked on all targets, in turn by itself and guided through long runs."""
+    turn = list(SAMPLING).index(sampling)
+    for i, shape in enumerate(TARGETS.values()):
+        target, truth = lively([3, 1, 4], 20, SAMPLING[sampling], **shape)
+        for j, name in enumerate(list(SHAPES)[i % 3::3] if i else SHAPES):
+            drafter = make(target, *SHAPES[name], j % 3)
+            if (turn + i + j) % 2:
+                drafter = Guided(drafter, Artificial([3, 1, 4] + truth, 23, seed=j))
+            check(target, [3, 1, 4], 20, drafter, SAMPLING[sampling], truth=truth)
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("method", METHODS)
 def test_untrained_methods_are_lossless(method, sampling):
     """A method that changes the text in any way: with any tree, both families, as it starts and with random weights."""
-    for i, (name, shape) in enumerate(TARGETS.items()):
-        target, truth = lively([3, 1, 4], 20, SAMPLING[sampling], **shape)
-        for j, tree in enumerate(list(SHAPES)[i % 3::3] if i else SHAPES):
-            drafter = method_drafter(method, target, *SHAPES[tree], seed=j % 3)
-            check(target, [3, 1, 4], 20, drafter, SAMPLING[sampling], truth=truth)
-            oracle = Artificial([3, 1, 4] + truth, 23, seed=j)
-            check(target, [3, 1, 4], 20, Guided(drafter, oracle), SAMPLING[sampling], truth=truth)
+    every_tree(sampling, lambda target, shape, nodes, seed: method_drafter(method, target, shape, nodes, seed))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -537,13 +561,18 @@ def test_many_random_cases():
 # ---------------------------------------------------------------------------------------------------------------------
 # Planted faults
 
-def suite():
+@pytest.fixture(scope="module")
+def texts():
+    """[(target, truth, sampling)], found before a fault is planted."""
+    return [(*lively([7, 8], 38, sampling, style=style), sampling)
+            for style in ("llama", "gpt2") for sampling in (SAMPLING["greedy"], SAMPLING["T = 1"])]
+
+
+def suite(texts):
     """A small part of the tests above; each planted fault must fail in it."""
-    for style in ("llama", "gpt2"):
-        for sampling in (SAMPLING["greedy"], SAMPLING["T = 1"]):
-            target, truth = lively([7, 8], 38, sampling, style=style)
-            for make in ARTIFICIAL.values():
-                check(target, [7, 8], 30, make([7, 8] + truth, 23), sampling, truth=truth)
+    for target, truth, sampling in texts:
+        for make in ARTIFICIAL.values():
+            check(target, [7, 8], 30, make([7, 8] + truth, 23), sampling, truth=truth)
 
 
 def accepts_one_wrong_token(tokens, parent, choice):
@@ -613,31 +642,31 @@ FAULTS = {
 }
 
 
-def test_the_suite_passes_without_a_fault():
+def test_the_suite_passes_without_a_fault(texts):
     """Else the test below would prove nothing."""
-    suite()
+    suite(texts)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, monkeypatch):
+def test_planted_faults_are_caught(fault, texts, monkeypatch):
     """A check that lets one of these through is no check."""
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
-        suite()
+        suite(texts)
 
 
 @pytest.mark.parametrize("wrong", [FlatTree, DeepTree])
-def test_planted_positions_are_caught(wrong, monkeypatch):
+def test_planted_positions_are_caught(wrong, texts, monkeypatch):
     """Nodes at wrong positions."""
     monkeypatch.setitem(globals(), "Tree", wrong)
     with pytest.raises(AssertionError):
-        suite()
+        suite(texts)
 
 
-def test_a_planted_loss_of_tau_is_caught(monkeypatch):
+def test_a_planted_loss_of_tau_is_caught(texts, monkeypatch):
     """A walk that stops early is lossless, and only slow: tau must show it."""
     monkeypatch.setattr(tree, "walk", forgets_the_bonus_token)
-    suite()
+    suite(texts)
     with pytest.raises(AssertionError):
         test_tau_of_perfect_and_wrong_drafters(4)
 

@@ -4,8 +4,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import traceback
 
 import pytest
 import torch
@@ -257,7 +260,7 @@ def test_calibration_counts_by_hand():
 ])
 def test_mistakes_get_one_line(argv, says, tmp_path, capsys):
     """Catches tracebacks and bare assertions for what a user typed."""
-    assert says in refused(capsys, *argv, "--out", tmp_path)
+    assert says in refused(capsys, "--data", __file__, *argv, "--out", tmp_path)
 
 
 def test_texts_that_cannot_be_read(tmp_path, capsys):
@@ -283,14 +286,52 @@ def test_an_integer_is_a_float_and_presets_differ(tmp_path, text_file, capsys):
         assert e.value.code == 0 and says in capsys.readouterr().out
 
 
+def check_two_processes(out, printed):
+    assert printed.count("step     4 |") == 1 and "256 tokens a step" in printed
+    assert len(weights(out)) > 5
+
+
 def test_two_processes_train_one_model(tmp_path, text_file):
     """Catches gradients that are not averaged over processes, and more than one process that logs or saves."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    children = []
+    for i in range(2):
+        pid = os.fork()                                                # what torchrun does, but torch is in memory already
+        if not pid:
+            status = 1
+            try:
+                os.dup2(os.open(tmp_path / f"printed{i}", os.O_CREAT | os.O_WRONLY), 1)
+                sys.stdout = open(1, "w", closefd=False)
+                os.environ |= dict(RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                train.tqdm.set_lock(threading.RLock())                 # its own is shared with the parent
+                sync = train.Run.sync
+                train.Run.sync = lambda self, module, loss: (sync(self, module, loss), print(
+                    "gradient", sum(p.grad.double().abs().sum().item() for p in module.parameters())))
+                backbone(tmp_path, text_file, "--steps", "4")
+                sys.stdout.flush()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
+    printed = [(tmp_path / f"printed{i}").read_text() for i in range(2)]
+    check_two_processes(tmp_path, "".join(printed))
+    a, b = ([line for line in text.splitlines() if line.startswith("gradient")] for text in printed)
+    assert a == b and len(set(a)) == 4
+
+
+@pytest.mark.long
+def test_torchrun_trains_one_model(tmp_path, text_file):
+    """The same as the README has it. Three new processes, each of which imports torch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", "train.py",
                "--method", "backbone", "--out", str(tmp_path), "--data", text_file, *TINY, "--steps", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step     4 |") == 1 and "256 tokens a step" in done.stdout
-    assert len(weights(tmp_path)) > 5
+    check_two_processes(tmp_path, done.stdout)
 
 
 def test_gradients_are_averaged_over_processes(monkeypatch):
@@ -322,10 +363,14 @@ def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
     assert path.stat().st_mtime_ns != before
 
 
-def test_compiled_blocks_compute_the_same(tmp_path, text_file):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])     # its compiler takes seconds
+def test_compiled_blocks_compute_the_same(backend, tmp_path, text_file, monkeypatch):
     """Catches --compile that does nothing, breaks a checkpoint's names, or changes what is learnt."""
+    real, compiled = nn.Module.compile, []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(type(self).__name__) or real(self, backend=backend))
     for name, more in (("plain", []), ("compiled", ["--compile"])):
         backbone(tmp_path / name, text_file, "--steps", "3", *more)
+        assert set(compiled) == ({"Block"} if more else set())
     a, b = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     assert a.keys() == b.keys()
     for k in a:
@@ -334,7 +379,7 @@ def test_compiled_blocks_compute_the_same(tmp_path, text_file):
 
 def test_half_checkpoints_are_half_as_large_and_fit_each_other(tmp_path, text_file):
     out = str(tmp_path)
-    backbone(out, text_file, "--half")
+    backbone(out, text_file, "--half", "--steps", "3")
     train.main(["--method", "medusa", "--out", out, "--data", text_file, "--steps", "2", "--batch-size", "2", "--half"])
     target, _, _ = model.load_model(f"{out}/backbone/model.safetensors")
     assert {v.dtype for v in weights(out).values()} == {torch.bfloat16} and target.wte.weight.dtype == torch.float32
