@@ -104,7 +104,7 @@ def test_medians_of_rounds_in_turn(capsys, monkeypatch):
     times, asked = {None: [9, 10, 20, 40], "d": [30, 20, 40]}, []      # tokens/s, the warm-up first
     def complete(target, prompt, n, d, sampler, stops):
         asked.append(d)
-        return [1, 2], Stats(accepted=[1, 1], seconds=dict(draft=0, verify=1 / times[d][asked.count(d) - 1], rest=0))
+        return [1, 2], Stats(accepted=[1, 1], seconds=dict(prompt=0, draft=0, verify=1 / times[d][asked.count(d) - 1], rest=0))
     monkeypatch.setattr(sample, "complete", complete)
     _, tokenizer = None, type("", (), dict(stops=set()))
     runs = sample.compare(None, [0], {"medusa": "d"}, {"medusa": ([1, 2], Stats([1, 1]))}, sample.Options(), tokenizer)
