@@ -138,7 +138,7 @@ def load_drafter(opt, target, method=None, hint=None, skipped=None):
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
     net.fingerprint = fingerprint(tensors)
     nodes = how_many(opt.nodes, target)
-    auto = opt.nodes == "auto" and opt.tree == "best" and hits         # calibration is what it starts from
+    auto = opt.nodes == "auto" and opt.tree == "best" and opt.accept == "exact" and hits       # typical: the text would depend on it
     most = 4 * nodes if auto and not gpu(str(target.wte.weight.device)) else nodes
     own = {k: v for k in ("groups", "depth", "breadth") if (v := getattr(opt, k)) != getattr(Options, k)
            and (skipped is None or k in inspect.signature(method.Drafter).parameters)}

@@ -56,7 +56,7 @@ def main(argv=None):
     except ValueError as e:
         fail(f"--epsilons must be numbers between 0 and 1, with commas, not {opt.epsilons!r} ({e})")
     target, tokenizer, drafter, _ = sample.setup(sample.Options(
-        method=opt.method, nodes=opt.nodes, out=opt.out, device=opt.device, dtype=opt.dtype))
+        accept="typical", method=opt.method, nodes=opt.nodes, out=opt.out, device=opt.device, dtype=opt.dtype))
     if opt.prompt_tokens >= target.cfg.block_size:
         fail(f"--prompt-tokens {opt.prompt_tokens} leaves no room in a context of {target.cfg.block_size}")
     prompts = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)

@@ -18,6 +18,7 @@ import prompt_lookup
 import report
 import run as bench
 import self_speculative
+import train
 from conftest import Watching, tiny
 from model import Tokenizer, rotate
 from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree, lively, reference
@@ -502,7 +503,7 @@ def no_charts(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)               # they take seconds
 
 
-SMALL = ["--device", "cpu", "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "16"]
+SMALL = ["--device", "cpu", "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "16", "--nodes", "8"]
 
 
 def run_bench(capsys, *argv):

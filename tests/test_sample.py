@@ -77,7 +77,7 @@ def table(err):
 
 def test_all_methods_side_by_side(trained, capsys):
     """Catches a method that is left out, a text that is shown twice or is not plain decoding's, and figures of another method."""
-    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1, "--nodes", 8]
     got = run(capsys, *args, "--method", "all")
     assert got.out == run(capsys, *args, "--method", "plain").out and got.err.lstrip().startswith("plain: ")
     rows = table(got.err)
