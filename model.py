@@ -686,6 +686,8 @@ def save(path, tensors, meta, half=False):
     if half:
         tensors = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
     tmp = f"{path}.tmp{os.getpid()}"
+    if os.path.exists(path) and not os.path.isfile(path):
+        fail(f"cannot write {path}: it is there already, and is no file")
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed while it wrote

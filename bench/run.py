@@ -220,6 +220,8 @@ def options(argv):
         temperatures = [Sampler(float(t)).temperature for t in opt.temperatures.split(",")]
     except ValueError:
         fail(f"--temperatures must be numbers with commas, 0 or more, not {opt.temperatures!r}")
+    if os.path.exists(opt.json) and not os.path.isfile(opt.json):      # such as /dev/null, which a rename would replace for all
+        fail(f"--json {opt.json}: it is there already, and is no file")
     if opt.resume and not opt.json:
         fail("--resume needs the --json of the interrupted run")
     if not opt.questions and not opt.prompts:

@@ -20,7 +20,7 @@ import run as bench
 import self_speculative
 import train
 from conftest import Watching, tiny
-from model import Tokenizer, rotate
+from model import Tokenizer, rotate, save
 from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
 from tree import Sampler, Tree, cartesian, chain, complete, generate
@@ -720,6 +720,16 @@ def test_without_a_checkpoint_it_says_which_command_makes_one(trained, text_file
     """Advice that names a command which does not exist."""
     err = refused(capsys, "--out", trained, "--data", text_file, *SMALL, "--methods", "eagle2")
     assert f"run python bench/run.py --methods eagle2 --train-minutes 5 --out {trained}" in err
+
+
+def test_a_result_replaces_no_device(tmp_path, capsys):
+    """--json /dev/null, by somebody who may write there: everything that uses it would find a file."""
+    os.mkfifo(tmp_path / "null")
+    for write in (lambda path: bench.main(["--json", path]), lambda path: save(path, {}, {})):
+        with pytest.raises(SystemExit) as e:
+            write(str(tmp_path / "null"))
+        assert e.value.code == 2 and "no file" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["null"] and not os.path.isfile(tmp_path / "null")
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -208,10 +208,10 @@ def test_a_hand_made_picture():
 @pytest.mark.parametrize("method", train.METHODS)
 def test_the_picture_is_a_step_of_the_text(method, tree, trained, capsys):
     """Catches a tree beside the wrong step, marks that are not what the text says, and a picture that changes the text."""
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=method, out=trained, device="cpu", tree=tree))
+    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=method, out=trained, device="cpu", tree=tree, nodes="8"))
     prompt = tokenizer.start + tokenizer.encode("the cat ")
     for T in (0, 1):
-        args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", T, "--method", method, "--tree", tree]
+        args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", T, "--method", method, "--tree", tree, "--nodes", 8]
         got = run(capsys, *args, "--show", "tree")
         assert got.out == run(capsys, *args).out
         text, stats = complete(target, prompt, 40, drafter, Sampler(T), tokenizer.stops)
