@@ -350,11 +350,12 @@ class Budget:
     with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
     sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
 
-    seconds  {n: c(n)} of forward_seconds; between the n it is interpolated
+    seconds  {n: c(n)} of forward_seconds; one of these n is taken (MKL is slower at some between them)
     prior    a_1, a_2, ... on held-out text, falling
     """
 
     def __init__(self, seconds, prior, weight=8):
+        self.sizes = np.array([n for n in seconds if n > 1])
         self.c = np.interp(range(1, max(seconds) + 1), list(seconds), list(seconds.values()))
         self.prior, self.weight = np.zeros(len(self.c) - 1), weight
         self.prior[:len(prior)] = prior[:len(self.prior)]
@@ -374,7 +375,8 @@ class Budget:
             k = int((seen > 0).sum())
             more[k:] = more[max(0, k - 2):k].mean() if k else 1.0      # nodes that no tree had yet: as the last that one had
             a = more * self.prior
-            self.n = 2 + int(((1 + a.cumsum()) / (self.c[1:] + self.d)).argmax())
+            rate = (1 + a.cumsum()[self.sizes - 2]) / (self.c[self.sizes - 1] + self.d)
+            self.n = int(self.sizes[rate.argmax()])
         return self.n
 
     def learn(self, tree, path, seconds):
