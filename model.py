@@ -310,12 +310,13 @@ class DraftHead(nn.Module):
 
     def __init__(self, target, ids=None):
         super().__init__()
-        w, place = target.lm_head.weight.detach(), None
+        rows = place = None
         if ids is not None:
+            w = target.lm_head.weight.detach()                         # only now: a Packed one is unpacked for it
             place = torch.full((len(w),), -100).scatter_(0, ids.cpu(), torch.arange(len(ids))).to(w.device)
-            ids, w = ids.to(w.device), w[ids.to(w.device)]             # (N, C), a copy
+            ids, rows = ids.to(w.device), w[ids.to(w.device)]          # (N, C), a copy
         self.register_buffer("ids", ids)                               # saved with the drafter; None is not
-        self.register_buffer("rows", None if ids is None else w, persistent=False)
+        self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("place", place, persistent=False)         # (V,) token -> its row, -100 if it has none
 
     def forward(self, z, target):  # (.., C) -> (.., V), or (.., N) logits for ids
