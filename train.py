@@ -39,7 +39,7 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, load, load_model, load_pretrained, load_weights, out_folder,
+from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, for_decoding, load, load_model, load_pretrained, load_weights, out_folder,
                    parse, pick_device, read_text, save, save_model)
 from tree import complete
 
@@ -282,7 +282,7 @@ def own_text(opt, target, tokenizer, device):
     if have < size:
         row = 4 * c.n_layer * c.n_kv_head * c.head_dim * min(c.block_size, LONGEST + max(sum(map(len, s)) for s in scripts))
         B = max(1, min(256, 2**34 // row) if gpu(device) else min(32, 2**30 // row))       # caches of 16 GB at most (here 2)
-        writer = copy.deepcopy(target).bfloat16() if gpu(device) else target
+        writer = for_decoding(copy.deepcopy(target).to(torch.bfloat16 if gpu(device) else torch.float32))  # target is yet to train with
         say(f"own text: {size:,} tokens, temperature {opt.self_temperature}, top-p {opt.self_top_p}, {B} texts at once -> {path}")
         with tqdm(total=size, initial=have, desc="own text", unit="tok", unit_scale=True, disable=None) as bar:
             while have < size:
