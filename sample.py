@@ -136,7 +136,7 @@ def load_drafter(opt, target, method=None, hint=None, skipped=None):
     except DAMAGED as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
     net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
-    net.fingerprint = fingerprint(tensors)
+    net.fingerprint, net.meta = fingerprint(tensors), meta
     nodes = how_many(opt.nodes, target)
     auto = opt.nodes == "auto" and opt.tree == "best" and opt.accept == "exact" and hits       # typical: the text would depend on it
     most = 4 * nodes if auto and not gpu(str(target.wte.weight.device)) else nodes

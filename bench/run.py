@@ -34,8 +34,7 @@ import report
 import sample
 import self_speculative
 import train
-from model import (DAMAGED, DTYPES, arg, command, fail, load, load_model, load_pretrained, out_folder, parse, read_text,
-                   to_hf)
+from model import (DAMAGED, DTYPES, arg, command, fail, load_model, load_pretrained, out_folder, parse, read_text, to_hf)
 from train import METHODS, Corpus, read_texts, versions
 from tree import Sampler, complete, parse_tree
 
@@ -144,10 +143,7 @@ def load_method(name, opt, target):
     common |= {k: getattr(opt, k) for k in own}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
                                   f"run python bench/run.py --methods {name} --train-minutes 5")
-    folder = sample.checkpoints(sample.Options(method=name, out=opt.out, backbone=opt.backbone))
-    meta = load(os.path.join(folder, name, "model.safetensors"), "checkpoint", "")[1]
-    n = meta.get("parameters", 0)                                      # 0: its training was interrupted
-    metrics = meta["metrics"]
+    n, metrics = drafter.net.meta.get("parameters", 0), drafter.net.meta["metrics"]       # 0: its training was interrupted
     return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
                          training_seconds=metrics.get("seconds"), checkpoint=drafter.net.fingerprint)
 
