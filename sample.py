@@ -28,7 +28,7 @@ from bench.remote import Client, Refused, Remote, Unreachable, keep_last
 from model import (DAMAGED, DTYPES, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained, load_weights,
                    out_folder, parse, pick_device)
 from train import METHODS, accuracy, gpu, most_nodes
-from tree import Budget, Sampler, complete, forward_seconds, generate, grow, parse_tree
+from tree import Budget, Sampler, complete, generate, grow, parse_tree
 
 PROMPT = 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a file as a list of strings."""\n'
 
@@ -152,8 +152,7 @@ def load_drafter(opt, target, method=None, hint=None, skipped=None):
         drafter = method.Drafter(net, target, shape=shape, nodes=most, floor=opt.floor, **own)
         if auto:
             drafter.nodes = nodes                                      # for who has no use for a budget: a client
-            target.seconds = getattr(target, "seconds", None) or forward_seconds(target, most)      # once for all drafters
-            drafter.budget = Budget(target.seconds, grow(hits[:getattr(drafter, "depth", net.K)], most).value[1:])
+            drafter.budget = Budget(grow(hits[:getattr(drafter, "depth", net.K)], most).value[1:], most)
         return drafter
     except TypeError:
         fail(f"--{' and --'.join(own)} cannot be used with --method {opt.method}")

@@ -350,20 +350,22 @@ class Budget:
     with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
     sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
 
-    seconds  {n: c(n)} of forward_seconds; one of these n is taken (MKL is slower at some between them)
     prior    a_1, a_2, ... on held-out text, falling
+    most     nodes; one of the n that forward_seconds has timed is taken (MKL is slower at some between them)
     """
 
-    def __init__(self, seconds, prior, weight=8):
-        self.sizes = np.array([n for n in seconds if n > 1])
-        self.c = np.interp(range(1, max(seconds) + 1), list(seconds), list(seconds.values()))
-        self.prior, self.weight = np.zeros(len(self.c) - 1), weight
-        self.prior[:len(prior)] = prior[:len(self.prior)]
-        self.d = 0.3 * self.c[0]                                       # a guess, until some steps were timed
-        self.start()
+    def __init__(self, prior, most, weight=8):
+        self.prior, self.weight, self.c = np.zeros(most - 1), weight, None
+        self.prior[:len(prior)] = prior[:most - 1]
 
-    def start(self):
-        """Another text: forget what the last one said."""
+    def start(self, target):
+        """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""
+        if self.c is None:
+            if not hasattr(target, "seconds"):
+                target.seconds = forward_seconds(target, len(self.prior) + 1)
+            self.sizes = np.array([n for n in target.seconds if n > 1])
+            self.c = np.interp(range(1, max(target.seconds) + 1), list(target.seconds), list(target.seconds.values()))
+            self.d = 0.3 * self.c[0]                                   # a guess, until some steps were timed
         self.hits, self.seen, self.times, self.n = [0] * len(self.prior), [0] * len(self.prior), [], 0
 
     def nodes(self):
@@ -491,7 +493,7 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
     if drafter:
         drafter.start(target, max_len)
     if budget:
-        budget.start()
+        budget.start(target)
 
     def forward(idx, pos=None, mask=None, tree=None):
         idx = torch.tensor([idx], device=device)

@@ -2,6 +2,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -689,10 +690,11 @@ def test_the_budget_finds_the_best_number_of_nodes():
                  ([0.05] * 31, 0.0), ([0.8**i for i in range(1, 32)], 1.0)):
         rate = {n: (1 + sum(a[:n - 1])) / (c[n] + d) for n in range(2, 33)}
         for prior in ([0.7**i for i in range(1, 32)], [0.8**i for i in range(1, 32)], [0.95] * 40):
-            budget = Budget({n: c[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}, prior)
+            budget, timed = Budget(prior, 32), SimpleNamespace(seconds={n: c[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)})
+            budget.start(timed)
             used = simulate(budget, a, c, d)
             assert set(used) <= {2, 3, 4, 6, 8, 12, 16, 24, 32} and rate[used[-1]] > 0.9 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
-            budget.start()
+            budget.start(timed)
             assert budget.nodes() == budget.nodes() >= 2               # another text, the same prior
 
 
@@ -708,7 +710,8 @@ def test_a_budget_changes_no_text():
     """Trees of another size each step: rows for the largest must be there, and the text must stay."""
     target = GPT(GPTConfig(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=80)).double().eval()
     drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, nodes=12)
-    budget = drafter.budget = Budget({1: 1.0, 12: 1.5}, [0.5, 0.3, 0.2])
+    budget, target.seconds = Budget([0.5, 0.3, 0.2], 12), {1: 1.0, 12: 1.5}
+    drafter.budget = budget
     sizes = itertools.cycle([2, 12, 3, 7])
     budget.nodes = lambda: next(sizes)
     for T in (0.0, 1.0):
