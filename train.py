@@ -39,8 +39,8 @@ import amphista
 import hidden_transfer
 import medusa
 import moa
-from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, for_decoding, load, load_model, load_pretrained, load_weights, out_folder,
-                   parse, pick_device, read_text, save, save_model)
+from model import (DAMAGED, GPT, GPTConfig, Tokenizer, arg, command, fail, fingerprint, for_decoding, load, load_model, load_pretrained,
+                   load_weights, out_folder, parse, pick_device, read_text, save, save_model)
 from tree import complete
 
 # --method -> the file that is the method
@@ -57,13 +57,14 @@ class Options:
     draft_vocab: int = arg(0, "drafters guess among the N most frequent tokens of the training text only (0 = all tokens)")
     self_tokens: int = arg(0, "--data self: size of the text (0 = 200,000 on a CPU, 4,000,000 on a GPU)")
     self_prompts: str = arg("", "--data self: file of prompts, one a line, or JSON lines with \"turns\"; empty = no prompt")
-    self_temperature: float = arg(0.8, "--data self: temperature; 0 = greedy")
+    self_temperature: float = arg(0.8, "--data self: temperature; 0 = greedy (what it asks itself, without --self-prompts, is drawn at 0.8 or more)")
     self_top_p: float = arg(0.95, "--data self: sample among the likeliest tokens that hold this much probability")
     preset: str = arg("auto", "sizes for 2 CPU cores or one data-centre GPU; auto = by device", choices=["auto", "cpu", "gpu"])
     device: str = arg("auto", "cpu, cuda, cuda:1, mps; auto takes the best there is")
     seed: int = arg(0, "seed of weights and batches")
     minutes: float = arg(0.0, "train for this long instead of a number of steps (0 = off)")
     resume: bool = arg(False, "go on where an interrupted run stopped")
+    warm_start: str = arg("", "folder like OUT: drafters start from the ones in it, with their draft vocabulary, not untrained")
     state_cache: float = arg(2.0, "--backbone: gigabytes of its hidden states to keep, so that text which Medusa or Amphista sees again "
                              "costs no forward; sequences then lie side by side, not at random (0 = off)")
     half: bool = arg(False, "write checkpoints in bfloat16: half the size")
@@ -186,6 +187,7 @@ class Corpus:
 # Text of the backbone's own (self-distillation, Medusa 2.3.2)
 
 LONGEST = 512                                                          # tokens that a text adds to what it was given, at most
+ASKING = 0.8                                                           # lowest temperature of questions: greedy ones were all the same
 
 
 def pick(logits, temperature, top_p, u):
@@ -207,10 +209,11 @@ def pick(logits, temperature, top_p, u):
 
 
 @torch.inference_mode()
-def write(target, scripts, stops, temperature, top_p, seed, bar=None):
+def write(target, scripts, stops, temperature, top_p, seed, bar=None, asking=None):
     """
     One text for each script, all side by side. A script is a list of lists of ids: what the target is given first, and after
-    each token in stops but the last, which they replace. -> list of lists of ids, given ones included.
+    each token in stops but the last, which they replace. asking: temperature of what is written before the last of them was
+    given. -> list of lists of ids, given ones included.
     """
     B, device = len(scripts), target.wte.weight.device
     texts, given, done = [list(s[0]) for s in scripts], [list(s[1:]) for s in scripts], [False] * B
@@ -222,8 +225,11 @@ def write(target, scripts, stops, temperature, top_p, seed, bar=None):
         hidden = target.hidden(x, cache=cache)
         cache.keep(range(x.size(1)))
         u = torch.rand(B, generator=uniform)[rows].to(device)          # a row's numbers do not depend on who is left
-        choice = pick(target.lm_head(hidden[:, -1]), temperature, top_p, u).tolist()
-        for row, token in zip(rows, choice):
+        logits = target.lm_head(hidden[:, -1])
+        choice = pick(logits, temperature, top_p, u)
+        if asking is not None and any(asks := [bool(given[row]) for row in rows]):
+            choice = torch.where(torch.tensor(asks, device=device), pick(logits, asking, top_p, u), choice)
+        for row, token in zip(rows, choice.tolist()):
             if len(texts[row]) > S or done[row]:
                 continue
             if token in stops and given[row]:
@@ -269,8 +275,12 @@ def own_text(opt, target, tokenizer, device):
     """--data self: a Corpus of the target's own text, from OUT/self as far as it is there; the rest is written, batch by batch."""
     path, size = os.path.join(opt.out, "self", "text.safetensors"), opt.self_tokens or (4_000_000 if gpu(device) else 200_000)
     scripts = read_scripts(opt, tokenizer, target.cfg.block_size)
+    asking = max(ASKING, opt.self_temperature) if not opt.self_prompts and len(scripts[0]) > 1 else None
+    if opt.self_temperature < 1e-30 and not opt.self_prompts and asking is None:
+        fail("--self-temperature 0 writes the same text again and again where nothing is asked: give --self-prompts")
     meta = {"kind": "self", "backbone": target.fingerprint, "temperature": opt.self_temperature, "top_p": opt.self_top_p,
             "seed": opt.seed, "longest": LONGEST, "scripts": zlib.crc32(json.dumps(scripts).encode()), "prompts": opt.self_prompts}
+    meta |= {"asking": asking} if asking not in (None, opt.self_temperature) else {}
     texts = []
     if rank() > 0:
         dist.barrier()                                                 # the file is written by the first process
@@ -288,7 +298,7 @@ def own_text(opt, target, tokenizer, device):
             while have < size:
                 n = len(texts)
                 todo = [scripts[(n + i) % len(scripts)] for i in range(B)]
-                texts += write(writer, todo, tokenizer.stops, opt.self_temperature, opt.self_top_p, opt.seed * 1_000_003 + n, bar)
+                texts += write(writer, todo, tokenizer.stops, opt.self_temperature, opt.self_top_p, opt.seed * 1_000_003 + n, bar, asking)
                 have = sum(map(len, texts))
                 bar.n = have
                 tensors = [torch.tensor(t, dtype=torch.int32) for t in ([i for t in texts for i in t], [len(t) for t in texts])]
@@ -344,8 +354,21 @@ class Run:
         self.log_path = os.path.join(opt.out, kind, "log.jsonl")
         self.step, self.elapsed, self.stop, self.metrics, self.seen, self.log = 0, 0.0, False, {}, [], []
         self.vocab = None if kind == "backbone" else corpus.frequent(opt.draft_vocab)  # what a drafter may draft; None = all
+        self.init = self.start_from(opt.warm_start) if opt.warm_start and kind != "backbone" else None
         self.amp = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+
+    def start_from(self, folder):
+        """--warm-start -> (tensors, path) of the drafter there; takes over its draft vocabulary."""
+        path = os.path.join(out_folder(folder, self.opt.backbone), self.kind, "model.safetensors")
+        tensors, old = load(path, f"{self.kind} checkpoint", "leave --warm-start out, or name a folder that has one")
+        if old.get("kind") != self.kind or old.get("original", old.get("backbone")) != self.meta["backbone"]:
+            fail(f"--warm-start: {path} is a {old.get('kind')} drafter of another backbone: leave --warm-start out")
+        ids = tensors.get("head.ids")
+        if self.opt.draft_vocab and (ids is None or self.vocab is None or not torch.equal(ids, self.vocab)):
+            fail(f"--warm-start: {path} has a draft vocabulary of its own: leave --draft-vocab out")
+        self.vocab, self.meta["init"] = ids, {"checkpoint": fingerprint(tensors), "metrics": old.get("metrics")}
+        return tensors, path
 
     def progress(self):
         """0 at the start, 1 at the end, by steps or by minutes."""
@@ -368,6 +391,8 @@ class Run:
         if hasattr(module, "target"):
             compile_blocks(module.target, self.opt)
         peak = [[g["lr"] for g in o.param_groups] for o in optimisers]
+        if self.init:
+            load_weights(module.net if hasattr(module, "target") else module, *self.init)
         if self.opt.resume and os.path.exists(self.resume_path):
             try:
                 self.restore()
@@ -643,6 +668,10 @@ def get_backbone(opt, cfg, corpus, device, again):
     """
     path, resume_path = (os.path.join(opt.out, "backbone", name) for name in ("model.safetensors", "resume.safetensors"))
     resume = opt.resume and os.path.exists(resume_path)
+    if again and opt.resume and not resume and os.path.exists(path):
+        again = not load(path, "backbone", "start without --resume")[1].get("finished")
+        if not again:
+            say(f"backbone: finished already -> {path}; without --resume it is trained anew")
     if not opt.backbone and (again or resume or not os.path.exists(path)):
         if corpus is None:
             fail("--data self needs a backbone that can write: run python train.py --method backbone first, or name a --backbone")
@@ -737,6 +766,8 @@ def main(argv=None):
     again, out, opt.out = opt.method == "backbone", opt.out, out_folder(opt.out, opt.backbone)
     if again and opt.backbone:
         fail("--method backbone trains one of our own: leave --backbone out")
+    if opt.warm_start and (again or not opt.backbone and not os.path.exists(os.path.join(opt.out, "backbone", "model.safetensors"))):
+        fail(f"--warm-start starts drafters, and from those of a backbone that is there, in --out {opt.out} or as --backbone")
     if opt.self_top_p > 1:
         fail(f"--self-top-p must lie between 0 and 1, not {opt.self_top_p}")
     joint = cfg and getattr(cfg[0], "recipe", 1) == 2

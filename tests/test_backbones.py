@@ -287,13 +287,16 @@ def test_damaged_folders(name, chat_model, tmp_path, capsys):
     assert str(path) in refused(capsys, sample.main, ["--method", "plain", "--backbone", str(path)])
 
 
-def test_other_mistakes(chat_model, tmp_path, capsys):
+def test_other_mistakes(chat_model, tmp_path, capsys, monkeypatch):
     """Catches options that contradict each other and are half obeyed, and prompts that cannot be read."""
     run = lambda *argv: train.main([*map(str, argv), "--out", str(tmp_path), "--device", "cpu"])
     assert "leave --backbone out" in refused(capsys, run, "--backbone", chat_model, "--method", "backbone")
     assert "run python train.py --method backbone first" in refused(capsys, run, "--data", "self")
     self = ["--backbone", chat_model, "--data", "self", "--method", "medusa"]
     assert "--self-top-p" in refused(capsys, run, *self, "--self-top-p", "1.5")
+    monkeypatch.setattr(M.PretrainedTokenizer, "script", lambda self, turns: [[1]])            # a model that does not end its question
+    assert "give --self-prompts" in refused(capsys, run, *self, "--self-temperature", "0")
+    monkeypatch.undo()
     prompts = tmp_path / "prompts"
     assert "cannot be read" in refused(capsys, run, *self, "--self-prompts", prompts)
     for text in ("", '{"turns": []}', '{"turns": "a"', '{"turn": ["a"]}', '{"turns": [1]}', '{"turns": ["a"]}\nb'):
@@ -324,7 +327,7 @@ SCRIPTS = [[[1, 5, 6, 7], [9, 9, 8]], [[1, 5]], [[1, 5, 6, 7, 8, 9, 10], [4], [3
            [[2, 2]]]
 
 
-def slowly(target, script, row, B, stops, limit, seed):
+def slowly(target, script, row, B, stops, limit, seed, asking):
     """One text, token by token, without a cache or neighbours."""
     uniform, text, given = torch.Generator().manual_seed(seed), list(script[0]), list(script[1:])
     first = min(len(s[0]) for s in SCRIPTS)
@@ -332,7 +335,7 @@ def slowly(target, script, row, B, stops, limit, seed):
         u = torch.rand(B, generator=uniform)[row:row + 1]
         if n < len(text):
             continue
-        token = train.pick(target(torch.tensor([text]))[0][:, -1], 0.9, 0.95, u).item()
+        token = train.pick(target(torch.tensor([text]))[0][:, -1], asking if given and asking else 0.9, 0.95, u).item()
         if token in stops and given:
             text += given.pop(0)
         else:
@@ -342,17 +345,17 @@ def slowly(target, script, row, B, stops, limit, seed):
     return text[:limit]
 
 
-@pytest.mark.parametrize("longest", [3, 60])
-def test_written_text_is_what_the_model_says_token_by_token(longest, monkeypatch):
+@pytest.mark.parametrize("longest, asking", [(3, None), (60, None), (60, 0.1)])
+def test_written_text_is_what_the_model_says_token_by_token(longest, asking, monkeypatch):
     """Catches rows that mix when some end, prompts of other lengths fed at wrong places, turns that never come, and overruns."""
     monkeypatch.setattr(train, "LONGEST", longest)
     target, stops = tiny(block_size=60, vocab_size=23), {11, 12, 13}
     limit = min(60, longest + 10)
-    texts = train.write(target, SCRIPTS, stops, 0.9, 0.95, seed=3)
-    assert texts == [slowly(target, s, i, len(SCRIPTS), stops, limit, 3) for i, s in enumerate(SCRIPTS)]
+    texts = train.write(target, SCRIPTS, stops, 0.9, 0.95, seed=3, asking=asking)
+    assert texts == [slowly(target, s, i, len(SCRIPTS), stops, limit, 3, asking) for i, s in enumerate(SCRIPTS)]
     lengths = sorted(map(len, texts))
     assert lengths[-1] <= limit and (longest == 3 or lengths[0] < lengths[-1])
-    if longest == 60:
+    if longest == 60 and asking is None:
         assert [9, 9, 8] == texts[0][texts[0].index(9):][:3] or 9 not in texts[0]
         assert any(t[-1] in stops for t in texts)
 
@@ -390,6 +393,25 @@ def test_own_text_is_kept_and_resumed(chat_model, tmp_path, monkeypatch):
     assert own(tmp_path / "killed", chat_model) == whole and len(calls) == batches - 1, "not resumed"
     calls = []
     assert own(tmp_path / "whole", chat_model, "--self-temperature", "0.5") != whole and len(calls) > 1, "other settings, old text"
+
+
+def test_greedy_answers_to_questions_of_its_own(chat_model, tmp_path, monkeypatch):
+    """Catches greedy questions, which were all the same one, and answers that are not greedy."""
+    monkeypatch.setattr(train, "LONGEST", 40)
+    tokens, lengths = own(tmp_path, chat_model, "--self-temperature", "0")
+    target, tokenizer, _ = load_pretrained(chat_model)
+    texts, between = [t.tolist() for t in torch.tensor(tokens).split(lengths)], tokenizer.script(None)[1]
+    assert len({tuple(t) for t in texts}) > 0.9 * len(texts)
+    answers = 0
+    for text in texts[:20]:
+        end = next((i for i, t in enumerate(text) if t in tokenizer.stops and i >= len(tokenizer.script(None)[0])), len(text))
+        start = end + len(between)
+        if start < len(text):
+            assert text[end:start] == between
+            said = target(torch.tensor([text]))[0][0, start - 1:-1].argmax(-1).tolist()
+            answers += text[start:] == said
+            assert text[start:] == said
+    assert answers, "no question ended"
 
 
 def test_own_text_begins_as_asked(chat_model, tmp_path):

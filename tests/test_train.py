@@ -349,6 +349,9 @@ def test_gradients_are_averaged_over_processes(monkeypatch):
 def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
     """Catches --resume that trains a finished drafter again, or takes one of another backbone for finished."""
     backbone(tmp_path, text_file, "--steps", "2")
+    whole = weights(tmp_path)
+    backbone(tmp_path, text_file, "--steps", "2", "--resume")
+    assert "finished already" in capsys.readouterr().out and all(torch.equal(whole[k], w) for k, w in weights(tmp_path).items())
     args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "2", "--batch-size", "2"]
     train.main(args)
     path = tmp_path / "medusa/model.safetensors"
@@ -361,6 +364,34 @@ def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
     backbone(tmp_path, text_file, "--steps", "3")
     train.main([*args, "--n-heads", "2", "--resume"])
     assert path.stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize("kind", train.METHODS)
+def test_a_drafter_starts_from_another(kind, trained, tmp_path, text_file, capsys):
+    """Catches --warm-start that is not obeyed, or obeyed for a drafter, a vocabulary or a backbone that it does not fit."""
+    shutil.copytree(os.path.join(trained, "backbone"), tmp_path / "backbone")
+    args = ["--method", kind, "--data", text_file, "--device", "cpu", "--steps", "1", "--batch-size", "2", "--out", str(tmp_path)]
+    train.main([*args, "--lr", "1e-9", "--warm-start", trained])
+    new, old = weights(tmp_path, kind), weights(trained, kind)
+    moved = [k for k in old if not torch.equal(old[k], new[k])]
+    assert all(torch.allclose(old[k], new[k], atol=1e-6) for k in old) and moved, "one step of almost nothing"
+    meta = model.load(str(tmp_path / kind / "model.safetensors"), "", "")[1]
+    assert meta["init"]["checkpoint"] == model.fingerprint(old) and meta["init"]["metrics"]["step"] == 6
+    if kind != "medusa":
+        return
+    train.main([*args, "--draft-vocab", "100"])
+    keep = weights(tmp_path, kind)["head.ids"]
+    train.main([*args, "--warm-start", str(tmp_path), "--lr", "1e-9"])
+    assert torch.equal(weights(tmp_path, kind)["head.ids"], keep) and len(keep) == 100
+    assert "leave --draft-vocab out" in refused(capsys, *args, "--warm-start", tmp_path, "--draft-vocab", "50")
+    assert "leave --draft-vocab out" in refused(capsys, *args, "--warm-start", trained, "--draft-vocab", "50")
+    assert "proj" in refused(capsys, *args, "--warm-start", trained, "--n-heads", "2")
+    assert "no medusa checkpoint" in refused(capsys, *args, "--warm-start", tmp_path / "none")
+    assert "starts drafters" in refused(capsys, *args[2:], "--method", "backbone", "--warm-start", trained)
+    assert "starts drafters" in refused(capsys, *args, "--warm-start", trained, "--out", tmp_path / "empty")
+    shutil.rmtree(tmp_path / "backbone")
+    backbone(tmp_path, text_file, "--steps", "1")
+    assert "another backbone" in refused(capsys, *args, "--warm-start", trained)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])     # its compiler takes seconds
