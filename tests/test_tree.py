@@ -704,6 +704,7 @@ def test_forward_seconds():
         target = GPT(GPTConfig(n_layer=1, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=block)).eval()
         seconds = forward_seconds(target, 20)
         assert list(seconds) == [1, 2, 3, 4, 6, 8, 12, 16, 20] and all(0 < s < 10 for s in seconds.values())
+        assert sorted(seconds.values()) == [*seconds.values()], "fewer nodes were slower"
 
 
 def test_a_budget_changes_no_text():
