@@ -325,6 +325,23 @@ def test_cached_draft_equals_from_scratch(style, shape, options):
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_of_a_long_prompt_the_end_is_read(style, monkeypatch):
+    """Catches a window that is cut at the wrong end, shifts a token against its state, or makes positions absolute."""
+    monkeypatch.setattr(amphista, "WINDOW", 5)
+    target = make_target(style)
+    net, x = make_net(target), text(target, 1, 12)
+    prompt = x[0].tolist()
+    for T in (0.0, 1.0):
+        spy, drafter = Spy(T), Drafter(net, target)
+        out, _ = complete(target, prompt, 40, drafter, spy)
+        assert out == complete(target, prompt, 40, None, Sampler(T))[0]
+        h = torch.nn.functional.pad(target.hidden(x)[:, -5:], (0, 0, 0, 1))      # that of the chosen token is not there yet
+        said = from_scratch(net, target, torch.tensor([prompt[-5:] + out[:1]]), h)[0, -1]
+        torch.testing.assert_close(spy.seen[0][0], said)
+        assert spy.seen[0][1] == [13, 14, 15, 16] and drafter.cache.length < drafter.n
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_drafter_reused_equals_fresh(style):
     """Catches keys, values or pending pairs left over from an earlier text."""
     target = make_target(style)
