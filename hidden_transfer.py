@@ -36,7 +36,7 @@ Differs  The paper's method section could not be had, and no public code is know
          remembered  three positions, made about four fifths up; unchecked. Here four, to compare, three quarters up
          our own     from h_n, not from the state before (--source); identity at the start, no bias (--init); a later
                      state looks at earlier ones (--blind), guessed from a figure's title; decay^k; random anchors in
-                     a training step; no groups but an extra pass for the end of the path, faster on 2 cores (--groups)
+                     a training step; no groups for a small target (Drafter)
 Run      python train.py --method hidden_transfer   # 2 CPU cores, 59 s: state 1 right .142 of the time, tau 1.77 at 8 nodes
          python sample.py --method hidden_transfer --compare
 """
@@ -214,10 +214,12 @@ def loss(net, target, x):
 class Drafter:
     """
     Rides in the target's forward. groups: so many nodes, the likeliest to end the path, carry a group of K pseudo
-    rows; when it ends elsewhere, K rows more run through the upper blocks (0 = always so, the fastest on 2 CPU cores; nodes or more = never).
+    rows; when it ends elsewhere, K rows more run through the upper blocks (0 = always so; nodes or more = never). By default 0
+    for a target so small that its weights stay in the processor's cache, 2 for one whose upper blocks would be fetched again.
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, groups=0):
+    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, groups=None):
+        groups = (2 if target.cfg.n_embd >= 384 else 0) if groups is None else groups
         self.net, self.target = net.eval(), target
         self.shape, self.nodes, self.floor = shape, nodes, floor
         most = nodes if shape is None else len(shape.parent)

@@ -398,6 +398,9 @@ def test_likely_ends():
     assert Drafter(make_net(target), target, nodes=8, groups=99).rows == 8 + 8 * 4
     assert Drafter(make_net(target), target, chain(2), groups=2).rows == 3 + 2 * 4
     assert Drafter(make_net(target), target, nodes=8, groups=0).rows == 8 + 4, "the extra pass needs room too"
+    for C, groups in ((32, 0), (384, 2)):                              # what pays by default
+        wide = GPT(GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=C, n_ffn=8, vocab_size=9, block_size=16))
+        assert Drafter(Net(Config(), wide), wide, nodes=8).groups == groups and Drafter(Net(Config(), wide), wide, nodes=1).groups < 2
 
 
 @pytest.mark.parametrize("name", ["default", "mixed", "farther is lower"])
