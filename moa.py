@@ -247,14 +247,15 @@ def loss(net, target, x, progress=1.0):
 class Drafter:
     """
     Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree
-    is EAGLE-2's, see tree.plant_levels. A level costs 2 + N layers, so by default L layers of the target pay for
-    1 + L / (2 + N) levels, or as many as the net was trained for.
+    is EAGLE-2's, see tree.plant_levels. A level costs 2 + N layers, (2 + N) / L of a target's forward, which brings a
+    token or more; so by default a level is run where it is at least that likely to be reached, up to those trained for.
     """
 
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.nodes, self.depth = nodes, depth or min(net.K, 1 + target.cfg.n_layer // (2 + net.cfg.tli))
+        self.nodes, self.depth = nodes, depth or net.K
+        self.least = 0.0 if depth else (2 + net.cfg.tli) / target.cfg.n_layer
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
         self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room for the rows behind the root
         if shape:
@@ -321,7 +322,8 @@ class Drafter:
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
             return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), len(tokens))
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape)
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape,
+                            self.least)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)

@@ -243,11 +243,11 @@ def plant(root, scores, shape=None, nodes=16, floor=0.0):
     return tree
 
 
-def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor=0.0, shape=None):
+def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor=0.0, shape=None, least=0.0):
     """
     A tree for drafters that guess one token after the other. EAGLE-2's (arXiv:2406.16858): run the breadth best nodes of a
     level, let each propose its breadth best children, keep the best of all (path probability V > floor); or a shape says
-    which ranks to take.
+    which ranks to take. A level is not run where the text reaches it with a probability below least, the sum of its nodes' V.
 
     root at position S, logits (1, V) for what follows it. step(d, tokens, up, mask) -> (n, V): runs the n nodes of level d,
     all at position S + d. up: which row of the last logits guessed each; mask (n, rows) additive: which of the rows since
@@ -283,7 +283,7 @@ def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor
                         value.append(q)
             best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:nodes - 1]
             level = [i for i in best if i >= first][:breadth]          # others' children cannot be among the best
-        if d == depth or not level:
+        if d == depth or not level or not shape and sum(value[i] for i in level) < least:
             break
         seen |= {i: seen[parent[i]] + [n] for n, i in enumerate(level, rows)}
         rows += len(level)
