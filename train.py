@@ -668,10 +668,6 @@ def get_backbone(opt, cfg, corpus, device, again):
     """
     path, resume_path = (os.path.join(opt.out, "backbone", name) for name in ("model.safetensors", "resume.safetensors"))
     resume = opt.resume and os.path.exists(resume_path)
-    if again and opt.resume and not resume and os.path.exists(path):
-        again = not load(path, "backbone", "start without --resume")[1].get("finished")
-        if not again:
-            say(f"backbone: finished already -> {path}; without --resume it is trained anew")
     if not opt.backbone and (again or resume or not os.path.exists(path)):
         if corpus is None:
             fail("--data self needs a backbone that can write: run python train.py --method backbone first, or name a --backbone")
