@@ -39,7 +39,7 @@ Differs  The authors' code is known to us, the paper's text is not. From the cod
          T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
          gpt2       SA reads wte + wpe, the input of layer 0, and rotates besides; our blocks are Llama's
          network    the authors' client and server are not public: protocol, retries and writing on alone are ours
-Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right .277 of the time, tau 2.54 at 8 nodes
+Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right .277 of the time, tau 2.54 at 8 nodes, --depth 2
          python sample.py --method moa --compare
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765     # bench/remote.py
 """

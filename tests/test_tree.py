@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import medusa
+import moa
 from conftest import tiny
 from model import GPT, GPTConfig
-from tree import (Budget, Sampler, Shape, Stats, Tree, cartesian, chain, complete, forward_seconds, grow, parse_tree, plant, tree_mask, walk,
+from tree import (Budget, Sampler, Shape, Stats, Tree, cartesian, chain, complete, forward_seconds, grow, parse_tree, plant, plant_levels, tree_mask, walk,
                   walk_typical)
 
 
@@ -665,6 +666,20 @@ def test_that_a_wrong_rule_fails_there():
         check_distribution(pairs, P)
     first = np.bincount(np.array(pairs)[:, 0], minlength=3) / len(pairs)
     assert np.abs(first - [4 / 7, 3 / 7, 0]).max() < 0.03              # it is that fault, and no other
+
+
+def test_a_level_is_run_where_it_is_likely_to_be_reached():
+    """Catches a level that costs more than it can bring, one too few, and a tree that loses nodes which are there already."""
+    logits = torch.log(torch.tensor([0.7, 0.1, 0.1, 0.1]))
+    for least, run in ((0.0, [1, 2, 3]), (0.5, [1, 2]), (0.75, [1]), (0.9, [])):       # levels are reached with .8, .56 (.49 + .07), ..
+        levels = []
+        def step(d, tokens, up, mask):
+            levels.append(d)
+            return logits.expand(len(tokens), -1)
+        tree = plant_levels(3, logits[None], step, Sampler(), 5, 4, 2, 30, least=least)
+        assert levels == run and max(tree.depth) == len(run) + 1 and len(tree) == 3 + 4 * len(run)
+    drafter = moa.Drafter(moa.Net(moa.Config(tli=1), wide := GPT(GPTConfig(n_layer=6, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16))), wide)
+    assert (drafter.depth, drafter.least) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).least == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
