@@ -373,7 +373,8 @@ def test_a_drafter_starts_from_another(kind, trained, tmp_path, text_file, capsy
     moved = [k for k in old if not torch.equal(old[k], new[k])]
     assert all(torch.allclose(old[k], new[k], atol=1e-6) for k in old) and moved, "one step of almost nothing"
     meta = model.load(str(tmp_path / kind / "model.safetensors"), "", "")[1]
-    assert meta["init"]["checkpoint"] == model.fingerprint(old) and meta["init"]["metrics"]["step"] == 6
+    before = model.load(os.path.join(trained, kind, "model.safetensors"), "", "")[1]
+    assert meta["init"] == {"checkpoint": model.fingerprint(old), "metrics": before["metrics"]}
     if kind != "medusa":
         return
     train.main([*args, "--draft-vocab", "100"])
