@@ -86,7 +86,7 @@ def test_the_fifth_method(trained, text_file, tmp_path):
     run = lambda command: subprocess.run([sys.executable, *command.split()], cwd=tmp_path / "copy", capture_output=True, text=True)
     done = run(f"train.py --method echo --data {text_file} --device cpu {DRAFTER}")
     assert done.returncode == 0, done.stderr
-    for more in ("--tree best", "--tree chain --temperature 1"):
+    for more in ("--tree best", "--tree chain --temperature 1", "--tree sparse"):
         done = run(f"sample.py --method echo --compare --prompt a --max-new-tokens 12 --device cpu {more}")
         assert done.returncode == 0 and "text identical" in done.stderr, done.stderr
 
