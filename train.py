@@ -213,7 +213,7 @@ def write(target, scripts, stops, temperature, top_p, seed, bar=None, asking=Non
     """
     One text for each script, all side by side. A script is a list of lists of ids: what the target is given first, and after
     each token in stops but the last, which they replace. asking: temperature of what is written before the last of them was
-    given. -> list of lists of ids, given ones included.
+    given, None = the same. -> list of lists of ids, given ones included.
     """
     B, device = len(scripts), target.wte.weight.device
     texts, given, done = [list(s[0]) for s in scripts], [list(s[1:]) for s in scripts], [False] * B
@@ -275,12 +275,13 @@ def own_text(opt, target, tokenizer, device):
     """--data self: a Corpus of the target's own text, from OUT/self as far as it is there; the rest is written, batch by batch."""
     path, size = os.path.join(opt.out, "self", "text.safetensors"), opt.self_tokens or (4_000_000 if gpu(device) else 200_000)
     scripts = read_scripts(opt, tokenizer, target.cfg.block_size)
-    asking = max(ASKING, opt.self_temperature) if not opt.self_prompts and len(scripts[0]) > 1 else None
-    if opt.self_temperature < 1e-30 and not opt.self_prompts and asking is None:
+    asks = not opt.self_prompts and len(scripts[0]) > 1                # writes the questions too
+    asking = ASKING if asks and opt.self_temperature < ASKING else None            # at a temperature of their own?
+    if opt.self_temperature < 1e-30 and not opt.self_prompts and not asks:
         fail("--self-temperature 0 writes the same text again and again where nothing is asked: give --self-prompts")
     meta = {"kind": "self", "backbone": target.fingerprint, "temperature": opt.self_temperature, "top_p": opt.self_top_p,
             "seed": opt.seed, "longest": LONGEST, "scripts": zlib.crc32(json.dumps(scripts).encode()), "prompts": opt.self_prompts}
-    meta |= {"asking": asking} if asking not in (None, opt.self_temperature) else {}
+    meta |= {"asking": asking} if asking else {}
     texts = []
     if rank() > 0:
         dist.barrier()                                                 # the file is written by the first process

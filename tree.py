@@ -323,7 +323,7 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
 # Budget: how many nodes pay on this machine
 
 @torch.inference_mode()
-def forward_seconds(target, most, rounds=3):
+def forward_seconds(target, most, rounds=2):
     """
     {n: seconds} of the target's forward of n nodes behind 128 tokens, choice included, for n up to most: the least of rounds,
     and no less than for fewer nodes, which only chance can bring.
