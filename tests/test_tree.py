@@ -12,8 +12,8 @@ import medusa
 import moa
 from conftest import tiny
 from model import GPT, GPTConfig
-from tree import (Budget, Sampler, Shape, Stats, Tree, cartesian, chain, complete, forward_seconds, grow, parse_tree, plant, plant_levels, tree_mask, walk,
-                  walk_typical)
+from tree import (Budget, Sampler, Shape, Stats, Tree, cartesian, chain, complete, forward_seconds, grow, parse_tree, plant, plant_levels,
+                  tree_mask, walk, walk_typical)
 
 
 def random_parents(rng, N):
