@@ -76,6 +76,7 @@ class Config:
 
 class Net(nn.Module):
     """Adaptation stages, K residual MLPs that read them, the auto-embedding block, an output matrix."""
+    hot = ("adapt",)                                                   # what --compile compiles
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()

@@ -116,6 +116,7 @@ class CrossAttention(nn.Module):
 
 class Net(nn.Module):
     """LSA, SA and CA: what is trained. The target's layers and embeddings are only borrowed, call by call."""
+    hot = ("level",)                                                   # what --compile compiles
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
@@ -157,6 +158,13 @@ class Net(nn.Module):
             f = target.blocks[i](f, rope, mask, cache, i)
         return target.norm(f)
 
+    def level(self, x, rope, pos, mask, sa, kv, target, last, queries):
+        """Embedded tokens x (1, T, C) at pos through SA; the last ones, all at one position, to the end -> (1, queries, C)."""
+        T = x.size(1)
+        x = self.sa(x, rope, mask, sa)[:, -queries:]
+        x = self.ca(x, kv, rope[:, -1:], None)                         # no mask: all that is cached is verified
+        return self.finish(x, target, pos[-1:], mask if T == queries else None, last)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss
@@ -174,7 +182,7 @@ def guesses(net, target, x):
     h = target.hidden(x, cache=cache)                                  # (B, T, C)
     own = net.head(h, target)                                          # (B, T, V)
     cache.keep(range(T))
-    kv = net.ca.keys(net.read(cache.k[..., :T, :], cache.v[..., :T, :], h), net.rope[:, :T])
+    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), net.rope[:, :T])
     s = net.sa(target.embed(x, pos), net.rope[:, :T], True)            # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
@@ -212,7 +220,7 @@ def loss(net, target, x, progress=1.0):
         mask = additive(mask[:, None])                                 # (B, 1, T, T)
     s = net.sa(target.embed(x, t), net.rope[:, :T], mask)
     sees = t <= seen[..., None]                                        # (B, T, T)  query i sees s_j, j <= start(i)
-    kv = net.ca.keys(net.read(cache.k, cache.v, h), net.rope[:, :T])
+    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), net.rope[:, :T])
     f = net.ca(s, kv, net.rope[:, :T], additive(sees[:, None]))        # (B, T, C)
 
     count = (t > 0).expand(B, T)                                       # x[0] has nothing verified before it
@@ -273,7 +281,7 @@ class Drafter:
 
     def observe(self, tokens, hidden, cache):
         new, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
-        k, v = cache.k[:, :, :, new], cache.v[:, :, :, new]            # (L, 1, G, T, D)
+        k, v = cache.read(new)                                         # (L, 1, G, T, D)
         self.receive(tokens, self.net.read(k, v, hidden[None]), k[len(k) - N:], v[len(v) - N:])
 
     def receive(self, tokens, s, k, v):
@@ -283,18 +291,18 @@ class Drafter:
         self.kv = self.ca.write(0, *self.net.ca.keys(s, self.net.rope[:, S:S + n]))          # (1, G, S+T, D)
         self.ca.length += n
         if self.last:
-            self.last.k[:, :, :, S:S + n], self.last.v[:, :, :, S:S + n] = k, v
-            self.last.length = S + n
+            self.last.length = S                                       # what was drafted goes
+            for i in range(len(k)):
+                self.last.write(i, k[i], v[i])
+            self.last.length += n
 
     def forward(self, tokens, at, mask, queries):
         """Tokens at positions at through SA; the last ones, all at one position, to the end -> (queries, V)."""
         net, target, pos, rope = self.net, self.target, self.pos[at], self.net.rope[:, at]
         x = target.embed(torch.tensor([tokens], device=pos.device), pos)                             # (1, T, C)
-        x = net.sa(x, rope, mask, self.sa)[:, -queries:]
+        x = net.level(x, rope, pos, mask, self.sa, self.kv, target, self.last, queries)
         self.sa.length += len(tokens)
-        x = net.ca(x, self.kv, rope[:, -1:], None)                     # no mask: all that is cached is verified
         if self.last:
-            x = net.finish(x, target, pos[-1:], mask if len(tokens) == queries else None, self.last)
             self.last.length += queries
         return net.head.spread(net.head(x[0], target))
 
@@ -307,7 +315,7 @@ class Drafter:
         assert not self.last or self.last.length == end - 1, f"{self.last.length - S} of {len(tokens)} tokens went before"
         self.sa.crop(min(self.sa.length, end - 1))
         new = (self.text + tokens)[self.sa.length:]
-        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k.dtype)
+        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), mask, 1)
 
     def draft(self, root, sampler):
@@ -317,7 +325,7 @@ class Drafter:
             return Tree([root], [-1], [1.0])
         self.sa.crop(min(self.sa.length, S))                           # if asked twice, the other root goes
         new = self.text[self.sa.length:] + [root]                      # what SA has not seen yet
-        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k.dtype)
+        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         logits = self.forward(new, slice(self.sa.length, S + 1), mask, 1)
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all

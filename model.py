@@ -27,7 +27,7 @@ import struct
 import sys
 import argparse
 from dataclasses import asdict, dataclass, field, fields
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -169,15 +169,16 @@ class Block(nn.Module):
 
 class KVCache:
     """
-    Keys (after rotation) and values of every layer, preallocated: (n_layer, B, G, max_len, D) each.
+    Keys (after rotation) and values, preallocated: for every layer a tensor (B, G, max_len, D) of its own, in the lists k and v
+    (in one large tensor torch.compile would copy the whole for every row written).
 
     Rows [0, length) belong to the text. A forward of T tokens writes rows [length, length + T) and does not move
     length: keep(rows) does, so rejected drafts vanish by not being kept.
     """
 
     def __init__(self, cfg, max_len, B=1, device=None, dtype=None, n_layer=None):
-        shape = (n_layer or cfg.n_layer, B, cfg.n_kv_head, max_len, cfg.head_dim)
-        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        new = lambda: torch.zeros(B, cfg.n_kv_head, max_len, cfg.head_dim, device=device, dtype=dtype)
+        self.k, self.v = ([new() for _ in range(n_layer or cfg.n_layer)] for _ in range(2))
         self.max_len, self.length = max_len, 0
 
     def write(self, layer, k, v):
@@ -185,9 +186,13 @@ class KVCache:
         end = self.length + k.size(2)
         if end > self.max_len:
             raise ValueError(f"KV cache is full: {self.length} rows + {k.size(2)} new > {self.max_len}")
-        self.k[layer, :, :, self.length:end] = k
-        self.v[layer, :, :, self.length:end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def read(self, rows):
+        """Keys and values of all layers, a copy: (n_layer, B, G, T, D) each. rows: a slice."""
+        return tuple(torch.stack([x[:, :, rows] for x in layers]) for layers in (self.k, self.v))
 
     def keep(self, rows):
         """Of the rows last written keep these, in this order, as text. rows: ascending offsets from length, e.g. [0, 2, 5]."""
@@ -195,10 +200,10 @@ class KVCache:
         while first < n and rows[first] == first:                      # a prefix lies in its place already
             first += 1
         if first < n:
-            src = torch.tensor(rows[first:], device=self.k.device) + self.length
+            src = torch.tensor(rows[first:], device=self.k[0].device) + self.length
             dst = slice(self.length + first, self.length + n)
-            for x in (self.k, self.v):
-                x[..., dst, :] = x.index_select(-2, src)               # a copy first, so overlap is no danger
+            for x in self.k + self.v:
+                x[:, :, dst] = x.index_select(2, src)                  # a copy first, so overlap is no danger
         self.length += n
 
     def crop(self, length):
@@ -209,6 +214,7 @@ class KVCache:
 
 class GPT(nn.Module):
     """Decoder-only transformer. Everything a drafter needs has a name: embed, run (a range of layers), norm, lm_head."""
+    hot = ("layers",)                                                  # what --compile compiles
 
     def __init__(self, cfg):
         super().__init__()
@@ -272,7 +278,11 @@ class GPT(nn.Module):
         mask = self.attention_mask(x.size(1), mask, cache, x.dtype)
         if torch.is_tensor(mask) and self.cfg.n_kv_head < self.cfg.n_head:
             mask = per_query(mask, self.cfg.n_head // self.cfg.n_kv_head)                # once, not in every layer
-        for i in range(start, self.cfg.n_layer if stop is None else stop):
+        layers = partial(GPT.layers, self) if mask is True else self.layers              # a prompt is not worth a compilation
+        return layers(x, rope, mask, cache, start, self.cfg.n_layer if stop is None else stop)
+
+    def layers(self, x, rope, mask, cache, start, stop):
+        for i in range(start, stop):
             x = self.blocks[i](x, rope, mask, cache, i)
         return x
 
@@ -339,6 +349,17 @@ class DraftHead(nn.Module):
         return logits.new_full((*logits.shape[:-1], len(self.place)), -math.inf).index_copy_(-1, self.ids, logits)
 
 
+def packed_product(x: torch.Tensor, packed: torch.Tensor, like: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (.., in) times a packed matrix of like's shape (out, in) -> (.., out)"""
+    if x.dtype == torch.float32:
+        return torch.ops.mkl._mkl_linear.default(x, packed, like, bias, x.numel() // x.size(-1))
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+opaque_product = torch.library.custom_op("nanospec::packed_product", packed_product, mutates_args=())    # as torch.compile wants it
+opaque_product.register_fake(lambda x, packed, like, bias=None: x.new_empty(*x.shape[:-1], like.size(0)))
+
+
 class Packed(nn.Module):
     """
     A Linear for decoding on a CPU: its matrix lies in the order in which MKL (float32) or oneDNN (bfloat16) reads it, and the 8
@@ -353,14 +374,12 @@ class Packed(nn.Module):
             torch.ops.mkldnn._reorder_linear_weight(weight, 8)
 
     def forward(self, x):  # (.., in) -> (.., out)
-        if x.dtype == torch.float32:
-            return torch.ops.mkl._mkl_linear.default(x, self.packed, self.like, self.bias, x.numel() // x.size(-1))
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+        product = opaque_product if torch.compiler.is_compiling() else packed_product
+        return product(x, self.packed, self.like, self.bias)
 
     @property
     def weight(self):
-        one = torch.eye(self.like.size(1), dtype=self.like.dtype)
-        return Packed.forward(SimpleNamespace(packed=self.packed, like=self.like, bias=None), one).t()   # 1 w + 0 + .. is w
+        return packed_product(torch.eye(self.like.size(1), dtype=self.like.dtype), self.packed, self.like).t()   # 1 w + 0 + .. is w
 
     def _save_to_state_dict(self, out, prefix, keep_vars):
         out |= {prefix + "weight": self.weight} | ({} if self.bias is None else {prefix + "bias": self.bias})
@@ -374,10 +393,10 @@ class Packed(nn.Module):
             weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def for_decoding(module):
+def for_decoding(module, compile=False):
     """
     Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU large matrices are Packed, the others
-    stored column by column, which MKL multiplies with the 4 to 16 rows of a tree about 1.2 times as fast.
+    stored column by column, which MKL multiplies with the 4 to 16 rows of a tree about 1.2 times as fast. compile: see compile_hot.
     """
     module.eval().requires_grad_(False)
     for m in list(module.modules()):
@@ -389,7 +408,26 @@ def for_decoding(module):
     for p in module.parameters():
         if p.dim() == 2 and p.device.type == "cpu":
             p.data = p.data.t().contiguous().t()
+    if compile:
+        compile_hot(module)
     return module
+
+
+def compile_hot(module):
+    """
+    --compile: what a decoding step runs, the methods that module names in hot, through torch.compile, in place. One graph serves
+    all lengths of text, one all trees, and one single tokens; all are made when they are first needed. Ends with a message
+    where nothing can be compiled.
+    """
+    hot = getattr(module, "hot", ())
+    torch._dynamo.config.recompile_limit = 64                          # ranges of layers, with and without mask, one row or many
+    try:
+        if hot:
+            torch.compile(torch.neg)(next(module.parameters()).new_zeros(2))
+    except Exception as e:                                             # no C++ compiler, no Triton, no support for this Python
+        fail(f"--compile does not work here ({first_line(e)}): leave it out")
+    for name in hot:
+        setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Options:
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: str = arg("none", "tokens = accepted drafts green, the target's own plain (on a terminal); tree = a step's token tree",
                     choices=["none", "tokens", "tree"])
+    compile: bool = arg(False, "torch.compile the forwards: faster, after half a minute or more")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
     dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
@@ -135,7 +136,7 @@ def load_drafter(opt, target, method=None, hint=None, skipped=None):
         hits = meta.get("calibration") and accuracy(meta["calibration"])
     except DAMAGED as e:
         fail(f"{path} was written by another version of {opt.method}.py ({e}): {hint}")
-    net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight))
+    net = for_decoding(load_weights(net, tensors, path).to(target.wte.weight), opt.compile)
     net.fingerprint, net.meta = fingerprint(tensors), meta
     nodes = how_many(opt.nodes, target)
     auto = opt.nodes == "auto" and opt.tree == "best" and opt.accept == "exact" and hits       # typical: the text would depend on it
@@ -177,15 +178,22 @@ def setup(opt, remote=False):
         fail(str(e))
     if opt.backbone:
         target, tokenizer, _ = load_pretrained(opt.backbone, device, getattr(torch, dtype))
-        return for_decoding(target), tokenizer, load_drafter(opt, target), sampler
+        return for_decoding(target, opt.compile), tokenizer, load_drafter(opt, target), sampler
     path = os.path.join(checkpoints(opt), "backbone", "model.safetensors")
     if not os.path.exists(path):
         fail(f"no backbone in {path}: run python train.py" + f" --method {opt.method}" * (opt.method in METHODS) + same_place(opt))
     target, tokenizer, _ = load_model(path, device, getattr(torch, dtype), ("backbone", "client") if remote else ("backbone",))
-    drafter = load_drafter(opt, for_decoding(target))
+    drafter = load_drafter(opt, for_decoding(target, opt.compile))
     if remote:
         keep_last(target, drafter.net.cfg.tli if drafter else 0)
     return target, tokenizer, drafter, sampler
+
+
+def warm_up(target, prompt, drafters, opt):
+    """--compile: what is decoded first waits for it, so a few tokens by every method that no one sees."""
+    print("compiling: half a minute or more the first time, less with what torch has kept ...", file=sys.stderr)
+    for drafter in (None, *drafters.values()) if 0 < len(prompt) < target.cfg.block_size else ():
+        complete(target, prompt, min(64, opt.max_new_tokens), drafter, make_sampler(opt))
 
 
 def stream(opt, target, tokenizer, prompt, drafter, sampler, client=None):
@@ -261,6 +269,8 @@ def main(argv=None):
         fail("--prompt -: what came from stdin is not UTF-8 text")
     chat = opt.chat and tokenizer.has_chat
     prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
+    if opt.compile:
+        warm_up(target, prompt, drafters, opt)
     sys.stdout.write(text + "\n\n" if chat else text)
     sys.stdout.flush()
     try:

@@ -245,7 +245,7 @@ def write(target, scripts, stops, temperature, top_p, seed, bar=None, asking=Non
             return [t[:limit] for t in texts]
         if len(left) <= 0.75 * len(rows):                              # a copy of the cache each time, so not at every end
             rows = [rows[i] for i in left]
-            cache.k, cache.v = cache.k[:, left], cache.v[:, left]
+            cache.k, cache.v = ([x[left] for x in layers] for layers in (cache.k, cache.v))
         x = torch.tensor([[0 if done[row] else texts[row][S - 1]] for row in rows], device=device)
 
 

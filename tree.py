@@ -330,7 +330,7 @@ def forward_seconds(target, most, rounds=2):
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
     sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most]
-    cache, seconds = target.new_cache(S + most), dict.fromkeys(sizes, math.inf)
+    cache, seconds = target.new_cache(S + most + 1), dict.fromkeys(sizes, math.inf)
     target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
     cache.keep(range(S))
     for r in range(1 + rounds):                                        # the first is the warm-up

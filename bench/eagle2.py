@@ -63,6 +63,7 @@ class Config:
 
 class Net(nn.Module):
     """fc and one layer: what is trained. Embeddings and lm_head are the target's, borrowed call by call."""
+    hot = ("forward",)                                                 # what --compile compiles
 
     def __init__(self, cfg, target):
         super().__init__()
@@ -172,7 +173,7 @@ class Drafter:
             return Tree([root], [-1], [1.0])
         self.cache.crop(min(self.cache.length, S - 1))                 # if asked twice, the other root goes
         n = self.cache.length                                          # rows n .. S-1 are new
-        mask = self.target.attention_mask(S - n, None, self.cache, self.cache.k.dtype)
+        mask = self.target.attention_mask(S - n, None, self.cache, self.cache.k[0].dtype)
         f = self.forward(self.text[n + 1:] + [root], self.f[n - S:], slice(n, S), mask)[-1:]
         self.f = self.f[-1:]
 

@@ -173,10 +173,10 @@ class Server(http.server.ThreadingHTTPServer):
         if not s or s.request != (path, body):                         # else the answer was lost: the same once more
             s, answer, start, hidden = (self.open if path == "/open" else self.verify)(s, m)
             new, N = slice(start, s.cache.length), self.net.cfg.tli
-            k, v = s.cache.k[:, :, :, new], s.cache.v[:, :, :, new]    # (L, 1, G, T, D)
+            k, v = s.cache.read(new)                                   # (L, 1, G, T, D)
             states = dict(s=self.net.read(k, v, hidden), k=k[len(k) - N:], v=v[len(v) - N:]) if s.drafts else {}
             s.request, s.reply = (path, body), pack(answer, states, s.wire)
-        s.size, s.used = s.cache.k.nbytes + s.cache.v.nbytes + len(s.reply), time.monotonic()
+        s.size, s.used = sum(x.nbytes for x in s.cache.k + s.cache.v) + len(s.reply), time.monotonic()
         self.sessions.pop(name, None)
         self.make_room(1, s.size)
         self.sessions[name] = s                                        # the last one to be thrown out
@@ -227,7 +227,7 @@ class Server(http.server.ThreadingHTTPServer):
         check(whole(tokens, 0, V) and 0 < len(tokens) <= self.opt.nodes, f"tokens must be 1 to {self.opt.nodes} tokens below {V}")
         check(type(parent) is list and len(parent) == len(tokens) and all(whole([up], min(i - 1, 0), max(i, 0)) for i, up in
               enumerate(parent)), "parent must be -1, then an earlier node for every token")
-        tree, device = Tree(tokens, parent), s.cache.k.device
+        tree, device = Tree(tokens, parent), s.cache.k[0].device
         check(S + max(tree.depth) < s.max_len, f"the tree reaches beyond the {s.max_len} tokens of this session")
         while True:
             pos = torch.tensor(tree.depth, device=device) + S

@@ -64,6 +64,7 @@ class Options:
     share_noise: bool = arg(True, "as for sample.py")
     out: str = arg("out", "folder of checkpoints")
     backbone: str = arg("", "as for sample.py")
+    compile: bool = arg(False, "as for sample.py")
     device: str = arg("auto", "as for sample.py")
     dtype: str = arg("auto", "as for sample.py", choices=DTYPES)
     train_minutes: float = arg(0.0, "train each drafter this long first, into OUT (0 = take those that are there)")
@@ -138,7 +139,7 @@ def load_method(name, opt, target):
             return module.Drafter(net, target, parse_tree(opt.tree, net.K, target.cfg.vocab_size, None, nodes), nodes), {}
         except ValueError as e:
             fail(str(e))
-    common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "device", "dtype")}
+    common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "compile", "device", "dtype")}
     own = dict(hidden_transfer=["groups"], moa=["depth", "breadth"], eagle2=["depth", "breadth"]).get(name, [])
     common |= {k: getattr(opt, k) for k in own}
     drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
@@ -229,7 +230,7 @@ def main(argv=None):
     opt, names, temperatures = options(argv)
     questions = read_questions(opt.questions, opt.prompts) if opt.questions else None
     target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", out=opt.out, backbone=opt.backbone, device=opt.device,
-                                                          dtype=opt.dtype))
+                                                          compile=opt.compile, dtype=opt.dtype))
     device, room = str(target.wte.weight.device), target.cfg.block_size - opt.new_tokens
     if room < 1:
         fail(f"--new-tokens {opt.new_tokens} leave no room for a prompt in a context of {target.cfg.block_size}")

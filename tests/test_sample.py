@@ -14,7 +14,8 @@ import torch
 import sample
 import train
 from bench import picture
-from model import load, save
+from conftest import tiny
+from model import Packed, for_decoding, load, save
 from tree import Sampler, Stats, Tree, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -365,3 +366,56 @@ def test_bench_measures_and_ends_with_json(trained, text_file):
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0, 1) for m in ("plain", "medusa", "prompt_lookup")]
     assert all(r["same"] and r["tau"] >= 1 for r in rows)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile that traces, as always, but runs what it traced as it is, which saves minutes."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("method", ["plain", "amphista", *(pytest.param(m, marks=pytest.mark.long) for m in train.METHODS if m != "amphista")])
+def test_compiled_text_is_the_same(method, trained, traced, capsys):
+    """Catches forwards that torch.compile gets wrong or does not get, and graphs that belong to one length of text."""
+    args = ["--out", trained, "--max-new-tokens", 30, "--temperature", 1, "--method", method, "--nodes", 4]
+    texts = [run(capsys, *args, "--prompt", prompt).out for prompt in ("the cat ", "a big dog sees the house and ")]
+    assert traced() == 0
+    target, tokenizer, drafter, sampler = sample.setup(sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True))
+    graphs = []
+    for text, prompt in zip(texts * 2, ("the cat ", "a big dog sees the house and ") * 2):
+        tokens, _ = complete(target, tokenizer.start + tokenizer.encode(prompt), 30, drafter, sampler, tokenizer.stops)
+        assert prompt + tokenizer.decode(tokens) + "\n" == text
+        graphs.append(traced())
+    assert graphs[0] > 0 and graphs[1] == graphs[3], f"{graphs} graphs after each text"
+
+
+@pytest.mark.long
+def test_compiled_by_inductor(traced, monkeypatch, capsys):
+    """Catches matrices that only the eager mode can multiply: packed ones are opaque to the compiler."""
+    monkeypatch.undo()
+    target, plain = (for_decoding(tiny(n_layer=1, n_embd=384, n_ffn=384, n_head=2, n_kv_head=2, dtype=torch.float32), compile)
+                     for compile in (True, False))
+    assert isinstance(target.blocks[0].attn.qkv, Packed) or not torch.backends.mkl.is_available()
+    for n in (1, 3, 5):
+        idx, caches = torch.arange(n)[None], (target.new_cache(20), plain.new_cache(20))
+        for cache, model in zip(caches, (target, plain)):
+            model.hidden(torch.arange(8)[None], cache=cache)
+            cache.keep(range(8))
+        a, b = (m(idx, cache=cache)[0] for cache, m in zip(caches, (target, plain)))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(caches[0].read(slice(8 + n)), caches[1].read(slice(8 + n)), rtol=1e-4, atol=1e-4)
+    assert 1 <= traced() <= 3
+
+
+def test_compile_where_nothing_can_be_compiled(trained, monkeypatch, capsys):
+    """Catches a traceback of a hundred lines where there is no C++ compiler."""
+    def broken(f, **options):
+        raise RuntimeError("No working C++ compiler found\nin: g++")
+    monkeypatch.setattr(torch, "compile", broken)
+    assert "--compile does not work here (RuntimeError: No working C++ compiler found): leave it out" in \
+        refused(capsys, "--out", trained, "--method", "plain", "--compile")

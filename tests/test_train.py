@@ -194,7 +194,7 @@ def test_curves_show_the_logs(trained, text_file, tmp_path, monkeypatch, capsys)
     panels = {ax.get_title("left"): ax for ax in figures[0].axes}
     assert list(panels) == ["backbone", "medusa", "amphista", "hidden transfer", "moa"]
     for kind in ("backbone", *train.METHODS):
-        log = [json.loads(line) for line in open(os.path.join(trained, kind, "log.jsonl"))]
+        log = [json.loads(line) for line in open(tmp_path / "out" / kind / "log.jsonl")]
         curves = [list(line.get_ydata()) for line in panels[kind.replace("_", " ")].lines]
         assert curves[:1] == [[r["bits_per_char"] for r in log]] if kind == "backbone" else curves == [list(c) for c in zip(*(r["top1"] for r in log))]
     (tmp_path / "empty/training.png").mkdir(parents=True)              # nothing to draw, then nowhere to draw it
