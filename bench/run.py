@@ -9,7 +9,7 @@ Methods     the four drafters; eagle2, self_speculative, prompt_lookup (the file
 Prompts     held-out text of the training corpus, or --questions: a file of Spec-Bench's or MT-Bench's form, a JSON object
             a line: {"question_id": 81, "category": "writing", "turns": ["...", "..."]}. A question is the prompt as it
             stands, or in its tokenizer's chat form if there is one; the second turn follows plain decoding's answer.
-Fair        batch 1, the same target, cache, loop and seeds; methods take turns within every prompt; a warm-up before;
+Fair        batch 1, the same target, cache, loop and seeds; all methods on every prompt, in an order drawn anew; a warm-up before;
             trees and chains of at most --nodes nodes for all of ours; --train-minutes gives every drafter the same time on
             the same text, the search of self_speculative too
 Reported    overall and by category: tau; tokens/s after the prompt (median); speed-up over plain = median over the prompts
@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -188,7 +189,7 @@ def measure(temperature, questions, names, ask, tokenizer, done, file):
             r = done.get((temperature, i, t))
             if r is None:
                 prompt = tokens_of(turns, tokenizer)
-                order = names[i % len(names):] + names[:i % len(names)]
+                order = random.Random(i).sample(names, len(names))     # not in turn: what runs after another method is slower
                 for n in order if cold else ():                        # the warm-up
                     ask(n, prompt, temperature, i)
                 answers = {n: ask(n, prompt, temperature, i) for n in order}
