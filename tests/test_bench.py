@@ -586,7 +586,9 @@ def test_questions_and_turns(form, contest, questions, capsys, monkeypatch, tmp_
     assert [(r["temperature"], r["question"], r["turn"]) for r in records] == [
         (t, q, turn) for t in (0, 1) for q, turn in (("81", 0), ("81", 1), ("82", 0), ("83", 0))]
     first, second = records[0]["answers"], records[1]["answers"]
-    assert list(first) == names and list(records[2]["answers"]) == names[1:] + names[:1]           # they take turns
+    orders = [list(r["answers"]) for r in records]
+    assert all(sorted(o) == sorted(names) for o in orders)
+    assert len({o[o.index("medusa") - 1] for o in orders[:4]}) > 1     # not always behind the same other one
     target, tokenizer, _, _ = bench.sample.setup(bench.sample.Options(method="plain", out=contest, device="cpu"))
     answer = tokenizer.decode(first["plain"]["tokens"])
     text = ["the cat sees", answer, "and the dog"]
