@@ -323,29 +323,29 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
 # Budget: how many nodes pay on this machine
 
 @torch.inference_mode()
-def forward_seconds(target, most, rounds=2):
+def forward_seconds(target, most, rounds=7):
     """
-    {n: seconds} of the target's forward of n nodes behind 128 tokens, choice included, for n up to most: a straight line through
-    the least of rounds. A machine that others use is off by a tenth at any one size, and a choice between sizes would follow that.
+    (fixed, slope): a forward of the target over n nodes behind 128 tokens, choice included, takes fixed + slope * n seconds, n
+    up to most. A straight line through each round, the median of all: where others use the machine too, one size at one
+    moment can be off by a half, and a choice between sizes would follow that.
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
-    sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most]
-    cache, seconds = target.new_cache(S + most + 1), dict.fromkeys(sizes, math.inf)
+    sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
+    cache = target.new_cache(S + most + 1)
     target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
     cache.keep(range(S))
-    for r in range(1 + rounds):                                        # the first is the warm-up
+    for _ in range(1 + rounds):
+        seconds = []
         for n in sizes:
             start = time.perf_counter()
             pos = torch.tensor([S - 1] * n, device=device)
             mask = tree_mask([-1] + [0] * (n - 1), S).to(device)
             hidden = target.hidden(torch.zeros(1, n, dtype=torch.long, device=device), pos, mask, cache)
             target.lm_head(hidden[0]).float().max(-1)[1].tolist()      # waits for the device
-            seconds[n] = min(seconds[n], time.perf_counter() - start) if r else math.inf
-    least = np.array(list(seconds.values()))
-    slope, fixed = np.polyfit(sizes, least, 1, w=1 / least)            # in relative error
-    if slope < 0:                                                      # only chance makes more nodes cheaper
-        slope, fixed = 0.0, least.mean()
-    return {n: fixed + slope * n for n in sizes}
+            seconds.append(time.perf_counter() - start)
+        lines.append(np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds)))             # in relative error
+    slope, fixed = np.median(lines[1:], 0)                             # the first round is the warm-up
+    return (fixed, slope) if slope > 0 else (fixed + slope, 0.0)       # only chance makes more nodes cheaper
 
 
 class Budget:
@@ -358,20 +358,22 @@ class Budget:
     sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
 
     prior    a_1, a_2, ... on held-out text, falling
-    most     nodes; one of the n that forward_seconds has timed is taken (MKL is slower at some between them)
+    most     nodes; one of sizes is taken (MKL is slower at some between them)
     """
+    sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
     def __init__(self, prior, most, weight=16):
         self.prior, self.weight, self.c = np.zeros(most - 1), weight, None
         self.prior[:len(prior)] = prior[:most - 1]
+        self.sizes = np.array([n for n in Budget.sizes if n < most] + [most])
 
     def start(self, target):
         """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""
         if self.c is None:
             if not hasattr(target, "seconds"):
                 target.seconds = forward_seconds(target, len(self.prior) + 1)
-            self.sizes = np.array([n for n in target.seconds if n > 1])
-            self.c = np.interp(range(1, max(target.seconds) + 1), list(target.seconds), list(target.seconds.values()))
+            fixed, slope = target.seconds
+            self.c = fixed + slope * np.arange(1, len(self.prior) + 2)
             self.d = 0.3 * self.c[0]                                   # a guess, until some steps were timed
         self.hits, self.seen, self.times, self.n = [0] * len(self.prior), [0] * len(self.prior), [], 0
 
