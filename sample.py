@@ -62,7 +62,7 @@ class Options:
     compare: bool = arg(False, "run plain decoding too: is the text identical, and how much faster is the method?")
     show: str = arg("none", "tokens = accepted drafts green, the target's own plain (on a terminal); tree = a step's token tree",
                     choices=["none", "tokens", "tree"])
-    compile: bool = arg(False, "torch.compile the forwards: faster, after half a minute or more")
+    compile: bool = arg(False, "torch.compile the forwards: faster, after a minute or more of compiling")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
     dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
 
@@ -191,7 +191,7 @@ def setup(opt, remote=False):
 
 def warm_up(target, prompt, drafters, opt):
     """--compile: what is decoded first waits for it, so a few tokens by every method that no one sees."""
-    print("compiling: half a minute or more the first time, less with what torch has kept ...", file=sys.stderr)
+    print("compiling: a minute or more the first time, less with what torch has kept on disk ...", file=sys.stderr)
     for drafter in (None, *drafters.values()) if 0 < len(prompt) < target.cfg.block_size else ():
         complete(target, prompt, min(64, opt.max_new_tokens), drafter, make_sampler(opt))
 
