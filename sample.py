@@ -261,7 +261,6 @@ def main(argv=None):
     drafters = {opt.method: drafter} if drafter else {}
     if opt.method == "all":                                            # the text is plain decoding's; the others' are compared with it
         drafters, drafter, sampler, opt = drafter, None, make_sampler(opt, exact=True), replace(opt, method="plain", compare=True)
-    trees = {name: watch(d) for name, d in drafters.items()} if opt.show == "tree" else {}
     try:
         text = sys.stdin.read() if opt.prompt == "-" else opt.prompt
         text.encode()
@@ -269,8 +268,9 @@ def main(argv=None):
         fail("--prompt -: what came from stdin is not UTF-8 text")
     chat = opt.chat and tokenizer.has_chat
     prompt = tokenizer.chat([text]) if chat else tokenizer.start + tokenizer.encode(text)
-    if opt.compile:
+    if opt.compile and not client:                                     # a client has not the whole target
         warm_up(target, prompt, drafters, opt)
+    trees = {name: watch(d) for name, d in drafters.items()} if opt.show == "tree" else {}         # none of the warm-up's
     sys.stdout.write(text + "\n\n" if chat else text)
     sys.stdout.flush()
     try:

@@ -838,13 +838,14 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
     assert torch.equal(tensors["blocks.0.attn.qkv.weight"], full["blocks.1.attn.qkv.weight"]) and meta["config"]["n_layer"] == 1
     assert "holds client" in refused(capsys, sample.main, "--out", part, "--method", "plain")
     monkeypatch.setenv("NANOSPEC_TOKEN", "s3cret")
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     command = [sys.executable, "moa.py", "serve", "--port", "0", "--out", trained]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         args = ["--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", 1]
         want = run(capsys, "--out", trained, "--method", "plain", *args).out
-        for out, method, *more in ((trained, "moa"), (part, "moa", "--wire", "int8", "--tree", "chain"), (part, "plain")):
+        for out, method, *more in ((trained, "moa"), (trained, "moa", "--compile"), (part, "moa", "--wire", "int8", "--tree", "chain"), (part, "plain")):
             got = run(capsys, "--out", out, "--method", method, "--server", url, *args, *more)
             assert got.out == want
             assert re.search(r"server: \d+ calls, [\d.]+ tokens each, [\d,]+ bytes up and [\d,]+ down", got.err), got.err

@@ -368,6 +368,20 @@ def test_bench_measures_and_ends_with_json(trained, text_file):
     assert all(r["same"] and r["tau"] >= 1 for r in rows)
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"], ["--show", "tree"]], ids=str)
+def test_the_warm_up_leaves_nothing_behind(more, trained, monkeypatch, capsys):
+    """Catches a warm-up that is shown: in the text, its trees, or its figures."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--method", "medusa", "--nodes", 4, *more]
+    if "tree" in more:                                                 # a text longer than the warm-up
+        args = ["--out", os.path.join(ROOT, "weights"), "--max-new-tokens", 96, "--method", "amphista", "--nodes", 4, *more]
+    eager, compiled = run(capsys, *args), run(capsys, *args, "--compile")
+    head, _, shown = compiled.err.partition("\n")
+    assert compiled.out == eager.out and head.startswith("compiling")
+    same = lambda err: re.sub(r" +\d+ +\d+\.\d\d\b|\d+ tokens/s", "", err)                          # but for the speed
+    assert same(shown) == same(eager.err)
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """torch.compile that traces, as always, but runs what it traced as it is, which saves minutes."""
