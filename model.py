@@ -420,10 +420,11 @@ def compile_hot(module):
     where nothing can be compiled.
     """
     hot = getattr(module, "hot", ())
+    if not hot:
+        return
     torch._dynamo.config.recompile_limit = 64                          # ranges of layers, with and without mask, one row or many
     try:
-        if hot:
-            torch.compile(torch.neg)(next(module.parameters()).new_zeros(2))
+        torch.compile(torch.neg)(next(module.parameters()).new_zeros(2))
     except Exception as e:                                             # no C++ compiler, no Triton, no support for this Python
         fail(f"--compile does not work here ({first_line(e)}): leave it out")
     for name in hot:

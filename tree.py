@@ -331,7 +331,7 @@ def forward_seconds(target, most, rounds=7):
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
     sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
-    cache = target.new_cache(S + most + 1)
+    cache = target.new_cache(S + most + 1)                             # never full, which --compile would make a graph of its own for
     target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
     cache.keep(range(S))
     for _ in range(1 + rounds):
@@ -358,14 +358,13 @@ class Budget:
     sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
 
     prior    a_1, a_2, ... on held-out text, falling
-    most     nodes; one of sizes is taken (MKL is slower at some between them)
+    most     nodes; one of a few sizes up to that is taken (MKL is slower at some between them)
     """
-    sizes = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
     def __init__(self, prior, most, weight=16):
         self.prior, self.weight, self.c = np.zeros(most - 1), weight, None
         self.prior[:len(prior)] = prior[:most - 1]
-        self.sizes = np.array([n for n in Budget.sizes if n < most] + [most])
+        self.sizes = np.array([n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most])
 
     def start(self, target):
         """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""

@@ -172,9 +172,10 @@ class Server(http.server.ThreadingHTTPServer):
         s = self.sessions.get(name)
         if not s or s.request != (path, body):                         # else the answer was lost: the same once more
             s, answer, start, hidden = (self.open if path == "/open" else self.verify)(s, m)
-            new, N = slice(start, s.cache.length), self.net.cfg.tli
-            k, v = s.cache.read(new)                                   # (L, 1, G, T, D)
-            states = dict(s=self.net.read(k, v, hidden), k=k[len(k) - N:], v=v[len(v) - N:]) if s.drafts else {}
+            states, N = {}, self.net.cfg.tli
+            if s.drafts:
+                k, v = s.cache.read(slice(start, s.cache.length))      # (L, 1, G, T, D)
+                states = dict(s=self.net.read(k, v, hidden), k=k[len(k) - N:], v=v[len(v) - N:])
             s.request, s.reply = (path, body), pack(answer, states, s.wire)
         s.size, s.used = sum(x.nbytes for x in s.cache.k + s.cache.v) + len(s.reply), time.monotonic()
         self.sessions.pop(name, None)

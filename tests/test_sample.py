@@ -383,10 +383,8 @@ def test_the_warm_up_leaves_nothing_behind(more, trained, monkeypatch, capsys):
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """torch.compile that traces, as always, but runs what it traced as it is, which saves minutes."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
+def graphs():
+    """How many graphs torch.compile has made in this test."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -394,24 +392,25 @@ def traced(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["plain", "amphista", *(pytest.param(m, marks=pytest.mark.long) for m in train.METHODS if m != "amphista")])
-def test_compiled_text_is_the_same(method, trained, traced, capsys):
+def test_compiled_text_is_the_same(method, trained, graphs, monkeypatch, capsys):
     """Catches forwards that torch.compile gets wrong or does not get, and graphs that belong to one length of text."""
+    real = torch.compile                                               # what is traced runs as it is: that saves minutes
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
     args = ["--out", trained, "--max-new-tokens", 30, "--temperature", 1, "--method", method, "--nodes", 4]
     texts = [run(capsys, *args, "--prompt", prompt).out for prompt in ("the cat ", "a big dog sees the house and ")]
-    assert traced() == 0
+    assert graphs() == 0
     target, tokenizer, drafter, sampler = sample.setup(sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True))
-    graphs = []
+    made = []
     for text, prompt in zip(texts * 2, ("the cat ", "a big dog sees the house and ") * 2):
         tokens, _ = complete(target, tokenizer.start + tokenizer.encode(prompt), 30, drafter, sampler, tokenizer.stops)
         assert prompt + tokenizer.decode(tokens) + "\n" == text
-        graphs.append(traced())
-    assert graphs[0] > 0 and graphs[1] == graphs[3], f"{graphs} graphs after each text"
+        made.append(graphs())
+    assert made[0] > 0 and made[1] == made[3], f"{made} graphs after each text"
 
 
 @pytest.mark.long
-def test_compiled_by_inductor(traced, monkeypatch, capsys):
+def test_compiled_by_inductor(graphs):
     """Catches matrices that only the eager mode can multiply: packed ones are opaque to the compiler."""
-    monkeypatch.undo()
     target, plain = (for_decoding(tiny(n_layer=1, n_embd=384, n_ffn=384, n_head=2, n_kv_head=2, dtype=torch.float32), compile)
                      for compile in (True, False))
     assert isinstance(target.blocks[0].attn.qkv, Packed) or not torch.backends.mkl.is_available()
@@ -423,7 +422,7 @@ def test_compiled_by_inductor(traced, monkeypatch, capsys):
         a, b = (m(idx, cache=cache)[0] for cache, m in zip(caches, (target, plain)))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(caches[0].read(slice(8 + n)), caches[1].read(slice(8 + n)), rtol=1e-4, atol=1e-4)
-    assert 1 <= traced() <= 3
+    assert 1 <= graphs() <= 3
 
 
 def test_compile_where_nothing_can_be_compiled(trained, monkeypatch, capsys):
