@@ -47,11 +47,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, DraftHead, GPTConfig, arg, fail
+from model import GPT, DraftHead, GPTConfig, arg
 from tree import Sampler, complete, plant
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Config
 
 @dataclass
@@ -72,7 +72,7 @@ class Config:
     lr: float = arg(3e-3, "learning rate at its peak")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
 
 class Net(nn.Module):
@@ -92,9 +92,9 @@ class Net(nn.Module):
             layers = []
         self.layers = layers = layers * K if len(layers) == 1 else layers
         if not layers or len(layers) != K or min(layers) < 0 or max(layers) >= L:
-            fail(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, from 0 to {L - 1}")
+            raise ValueError(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, from 0 to {L - 1}")
         if cfg.source == "previous" and layers != sorted(layers):
-            fail(f"--layers {cfg.layers}: with --source previous no state can be made below the one before it")
+            raise ValueError(f"--layers {cfg.layers}: with --source previous no state can be made below the one before it")
         order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])                    # k in the order of joining
         self.order, self.slot = np.array(order), [order.index(k) for k in range(1, K + 1)]
         i, j = self.order[:, None], self.order                                          # state i looks at state j
@@ -134,7 +134,7 @@ class Net(nn.Module):
         yield L, x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
 
 class Behind:
@@ -208,8 +208,11 @@ def loss(net, target, x):
     return total, torch.stack(top1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft
+
+OPTIONS = {"groups": "nodes that carry pseudo states in the verifying forward"}
+
 
 class Drafter:
     """
@@ -284,7 +287,7 @@ class Drafter:
         return plant(root, scores, self.shape, self.nodes, self.floor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Train
 
 def train(cfg, target, run):
@@ -304,7 +307,7 @@ def train(cfg, target, run):
     return net
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Analysis
 
 @torch.no_grad()
@@ -326,7 +329,7 @@ def by_layer(net, target, x):
     return cosine, top1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Self-check
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from model import GPT, DraftHead, GPTConfig, arg
 from tree import Sampler, complete, plant
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Config
 
 @dataclass
@@ -76,7 +76,7 @@ class Config:
             raise ValueError(f"--warmup is a share of the training and must be below 1, not {self.warmup}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
 
 class Net(nn.Module):
@@ -101,7 +101,7 @@ class Net(nn.Module):
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
 
 def guesses(net, target, x, states=None):
@@ -142,7 +142,7 @@ def loss(net, target, x, states=None):
     return total, torch.stack(top1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft
 
 class Drafter:
@@ -166,7 +166,7 @@ class Drafter:
         return plant(root, scores, self.shape, self.nodes, self.floor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Train
 
 def train(cfg, target, run):
@@ -187,7 +187,7 @@ def train(cfg, target, run):
     return net
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Medusa-2 (2.2.2)
 
 class Joint(nn.Module):
@@ -246,7 +246,62 @@ def train_jointly(cfg, net, target, run):
     return joint
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Typical acceptance (2.3.1)
+
+def walk_typical(tokens, parent, choice, p, epsilon, delta):
+    """
+    LOSSY, never the default: Medusa's typical acceptance (2.3.1). A node is accepted with its parent if the target finds its
+    token likely enough, measured by how certain the target is there,
+
+        p(x) > min( epsilon, delta * exp(-H(p)) )          H: entropy of p in nats
+
+    whether or not the target would have chosen it. The longest accepted path is taken, the likelier of equally long ones. The
+    root, the bonus token of the step before, is accepted in any case, and the bonus token is the target's greedy choice, so
+    every step yields one token at least. At temperature 0 (p one-hot) this is walk; above, the text is no sample of the
+    target's distribution, and depends on the drafter.
+
+    tokens, parent, choice  as for walk; choice is greedy
+    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Sampler.probabilities)
+
+    Returns what walk returns.
+    """
+    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
+    up = parent[1:]
+    chance = p[up, tokens[1:]]                                         # (N - 1,) of every node after the root
+    ok, chance = (chance > limit[up]).tolist(), chance.log().tolist()
+    reach = {0: (0, 0.0)}                                              # accepted node -> (depth, log p of its path)
+    for i, (a, good, logp) in enumerate(zip(up, ok, chance), 1):
+        if good and a in reach:
+            reach[i] = reach[a][0] + 1, reach[a][1] + logp
+    path = [max(reach, key=reach.get)]
+    while path[0]:
+        path.insert(0, parent[path[0]])
+    return path, [tokens[i] for i in path[1:]] + [choice[path[-1]]]
+
+
+class Typical:
+    """
+    LOSSY: what generate is handed for --accept typical. sampler: temperature, top-k and top-p of the target's distribution.
+    Choices are greedy and draw no noise, at any temperature, so the seed has no effect: decode with the sampler self.greedy.
+
+    Raises ValueError for values that make no sense.
+    """
+
+    def __init__(self, sampler, epsilon=0.09, delta=0.3):
+        if not 0 <= epsilon <= 1:
+            raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
+        if not 0 <= delta < math.inf:
+            raise ValueError(f"delta must be 0 or more, not {delta}")
+        self.sampler, self.epsilon, self.delta = sampler, epsilon, delta
+        self.greedy = Sampler(0.0, seed=sampler.seed, share=sampler.share)
+
+    def __call__(self, tree, choice, logits):
+        p = self.sampler.probabilities(logits)
+        return walk_typical(tree.tokens, tree.parent, choice, p, self.epsilon, self.delta)
+
+
+# --------------------------------------------------------------------------------------------------
 # Self-check
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ Differs  The authors' code is known to us, the paper's text is not. From the cod
          network    the authors' client and server are not public: protocol, retries and writing on alone are ours
 Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right .277 of the time, tau 2.54 at 8 nodes, --depth 2
          python sample.py --method moa --compare
-         python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765     # bench/remote.py
+         python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765
 """
 import sys
 from dataclasses import dataclass, replace
@@ -51,11 +51,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, fail, make_norm, rotate
+from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, make_norm, rotate
 from tree import Sampler, Tree, complete, plant_levels
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Config
 
 @dataclass
@@ -80,7 +80,7 @@ class Config:
     lr: float = arg(3e-3, "learning rate at its peak")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
 
 def rotary(n, D, theta):
@@ -122,7 +122,7 @@ class Net(nn.Module):
         super().__init__()
         c = target.cfg
         if cfg.tli > c.n_layer or c.n_head % (cfg.n_kv_head or 1) or not 2 <= cfg.every_min <= cfg.every_max:
-            fail(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
+            raise ValueError(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
@@ -166,7 +166,7 @@ class Net(nn.Module):
         return self.finish(x, target, pos[-1:], mask if T == queries else None, last)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
 
 @torch.no_grad()
@@ -249,8 +249,11 @@ def loss(net, target, x, progress=1.0):
     return total, (right & at).sum(-1) / at.sum(-1).clamp(min=1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft
+
+OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and children that each proposes"}
+
 
 class Drafter:
     """
@@ -338,7 +341,7 @@ class Drafter:
         return tree
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Train
 
 def train(cfg, target, run):
@@ -357,13 +360,13 @@ def train(cfg, target, run):
     return net
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Self-check
 
 if __name__ == "__main__":
     if sys.argv[1:]:                                                   # serve or split: client and server
-        from bench.remote import main
-        raise SystemExit(main(sys.argv[1:]))
+        from plumbing.server import main
+        raise SystemExit(main(sys.argv[1:], sys.modules[__name__]))
     torch.manual_seed(0)
     target = GPT(GPTConfig(n_layer=2, n_embd=32, n_ffn=64, vocab_size=50, block_size=128)).double().eval()
     drafter = Drafter(Net(Config(), target).double(), target)

@@ -4,8 +4,7 @@ Token trees: the target's choice, the walk along it, and the decode loop that ev
 Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T times a row
          of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward of the target
          with a tree mask gives the target's choice after every node, and we walk down while a child carries the choice.
-         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which. (There is
-         one lossy rule beside it, walk_typical, which must be asked for.)
+         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which.
 
              root x          tree mask     x a b c        target's choice after    x   a   b   c
              /    \                     x  1 . . .                                 b   e   c   d
@@ -30,7 +29,6 @@ A drafter is any object with
     budget, nodes                          optional: a Budget, which sets nodes, how large the next tree may be, before each draft
 """
 import heapq
-import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The target's choice
 
 class Sampler:
@@ -48,25 +46,18 @@ class Sampler:
     Turns logits into choices. Temperature 0 is greedy; top_k 0 and top_p 1 mean off. The same seed gives the same text,
     whoever drafts; another sample of the same prompt needs another seed. share=False hides the noise from drafters.
 
-    typical=(epsilon, delta) asks generate for Medusa's LOSSY acceptance, see walk_typical. It draws no noise: choices are
-    greedy at any temperature, the seed has no effect.
-
     Raises ValueError for values that make no sense.
     """
 
-    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True, typical=None):
-        epsilon, delta = typical or (0, 0)
+    def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True):
         for ok, message in ((0 <= temperature <= 1e9, f"temperature must lie between 0 and 1e9, not {temperature}"),
                             (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
                             (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
-                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}"),
-                            (0 <= epsilon <= 1, f"epsilon must lie between 0 and 1, not {epsilon}"),
-                            (0 <= delta < math.inf, f"delta must be 0 or more, not {delta}")):
+                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")):
             if not ok:
                 raise ValueError(message)
         temperature = 0.0 if temperature < 1e-30 else temperature      # single precision cannot divide by less
         self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
-        self.typical = typical
         self.rows = {}                                                 # position -> its noise, until the text has passed it
 
     def noise(self, t, V, like):
@@ -97,7 +88,7 @@ class Sampler:
     def scores(self, logits, positions):
         """(N, V) logits for the tokens at N positions -> (N, V) scores whose argmax is the choice: z + T g."""
         z = logits.double() if logits.dtype == torch.float64 else logits.float()
-        if self.temperature == 0 or self.typical:
+        if self.temperature == 0:
             return z
         g = torch.stack([self.noise(t, z.size(-1), z) for t in positions])
         return self.filter(z) + self.temperature * g
@@ -123,7 +114,7 @@ class Sampler:
         return self.scores(logits, positions).float() if self.share else logits.float()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Trees
 
 class Tree:
@@ -297,107 +288,7 @@ def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor
     return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
 
 
-def parse_tree(text, K, V, accuracy=None, nodes=16):
-    """The --tree option -> Shape, or None for best-first. Raises ValueError for a text that names no tree."""
-    if text == "best":
-        return None
-    if text == "sparse":
-        if accuracy is None:
-            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint does not have")
-        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may say otherwise
-        return grow(falling, nodes).limit(K, V)
-    if text == "chain":
-        return chain(min(K, nodes - 1))
-    try:
-        widths = [int(w) for w in text.split(",")]
-    except ValueError:
-        widths = [0]
-    if min(widths) < 1 or math.prod(widths) > 4096:
-        raise ValueError(f"--tree must be best, sparse, chain, or widths such as 4,2,1, not {text!r}")
-    if len(widths) > K:
-        raise ValueError(f"--tree {text} is {len(widths)} deep, but the drafter guesses {K} positions")
-    return cartesian(*widths).limit(K, V)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Budget: how many nodes pay on this machine
-
-@torch.inference_mode()
-def forward_seconds(target, most, rounds=7):
-    """
-    (fixed, slope): a forward of the target over n nodes behind 128 tokens, choice included, takes fixed + slope * n seconds, n
-    up to most. A straight line through each round, the median of all: where others use the machine too, one size at one
-    moment can be off by a half, and a choice between sizes would follow that.
-    """
-    S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
-    sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
-    cache = target.new_cache(S + most + 1)                             # never full, which --compile would make a graph of its own for
-    target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
-    cache.keep(range(S))
-    for _ in range(1 + rounds):
-        seconds = []
-        for n in sizes:
-            start = time.perf_counter()
-            pos = torch.tensor([S - 1] * n, device=device)
-            mask = tree_mask([-1] + [0] * (n - 1), S).to(device)
-            hidden = target.hidden(torch.zeros(1, n, dtype=torch.long, device=device), pos, mask, cache)
-            target.lm_head(hidden[0]).float().max(-1)[1].tolist()      # waits for the device
-            seconds.append(time.perf_counter() - start)
-        lines.append(np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds)))             # in relative error
-    slope, fixed = np.median(lines[1:], 0)                             # the first round is the warm-up
-    return (fixed, slope) if slope > 0 else (fixed + slope, 0.0)       # only chance makes more nodes cheaper
-
-
-class Budget:
-    """
-    The number of nodes that yields the most tokens a second here, for this text,
-
-        tokens(n) / seconds(n) = (1 + a_1 + .. + a_{n-1}) / (c(n) + d)
-
-    with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
-    sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
-
-    prior    a_1, a_2, ... on held-out text, falling
-    most     nodes; one of a few sizes up to that is taken (MKL is slower at some between them)
-    """
-
-    def __init__(self, prior, most, weight=16):
-        self.prior, self.weight, self.c = np.zeros(most - 1), weight, None
-        self.prior[:len(prior)] = prior[:most - 1]
-        self.sizes = np.array([n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most])
-
-    def start(self, target):
-        """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""
-        if self.c is None:
-            if not hasattr(target, "seconds"):
-                target.seconds = forward_seconds(target, len(self.prior) + 1)
-            fixed, slope = target.seconds
-            self.c = fixed + slope * np.arange(1, len(self.prior) + 2)
-            self.d = 0.3 * self.c[0]                                   # a guess, until some steps were timed
-        self.hits, self.seen, self.times, self.n = [0] * len(self.prior), [0] * len(self.prior), [], 0
-
-    def nodes(self):
-        """n, 2 or more; looked at anew every 16 steps."""
-        if self.n == 0 or len(self.times) == 16:
-            self.d, self.times = sorted(self.times)[8] if self.times else self.d, []
-            hits, seen = np.array(self.hits), np.array(self.seen)
-            more = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)     # than calibration said
-            k = int((seen > 0).sum())
-            more[k:] = more[max(0, k - 2):k].mean() if k else 1.0      # nodes that no tree had yet: as the last that one had
-            a = more * self.prior
-            rate = (1 + a.cumsum()[self.sizes - 2]) / (self.c[self.sizes - 1] + self.d)
-            self.n = int(self.sizes[rate.argmax()])
-        return self.n
-
-    def learn(self, tree, path, seconds):
-        """Which nodes of a verified tree were accepted, and how long its step took."""
-        self.times.append(seconds - self.c[len(tree) - 1])
-        for r, i in enumerate(sorted(range(1, len(tree)), key=lambda i: -tree.value[i])):
-            self.seen[r] += 1
-            self.hits[r] += i in path
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Walk and decode loop
 
 def walk(tokens, parent, choice):
@@ -417,37 +308,6 @@ def walk(tokens, parent, choice):
         path.append(child[path[-1], out[-1]])
         out.append(choice[path[-1]])
     return path, out
-
-
-def walk_typical(tokens, parent, choice, p, epsilon, delta):
-    """
-    LOSSY, never the default: Medusa's typical acceptance (2.3.1). A node is accepted with its parent if the target finds its
-    token likely enough, measured by how certain the target is there,
-
-        p(x) > min( epsilon, delta * exp(-H(p)) )          H: entropy of p in nats
-
-    whether or not the target would have chosen it. The longest accepted path is taken, the likelier of equally long ones. The
-    root, the bonus token of the step before, is accepted in any case, and the bonus token is the target's greedy choice, so
-    every step yields one token at least. At temperature 0 (p one-hot) this is walk; above, the text is no sample of the
-    target's distribution, and depends on the drafter.
-
-    tokens, parent, choice  as for walk; choice is greedy
-    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Sampler.probabilities)
-
-    Returns what walk returns.
-    """
-    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
-    up = parent[1:]
-    chance = p[up, tokens[1:]]                                         # (N - 1,) of every node after the root
-    ok, chance = (chance > limit[up]).tolist(), chance.log().tolist()
-    reach = {0: (0, 0.0)}                                              # accepted node -> (depth, log p of its path)
-    for i, (a, good, logp) in enumerate(zip(up, ok, chance), 1):
-        if good and a in reach:
-            reach[i] = reach[a][0] + 1, reach[a][1] + logp
-    path = [max(reach, key=reach.get)]
-    while path[0]:
-        path.insert(0, parent[path[0]])
-    return path, [tokens[i] for i in path[1:]] + [choice[path[-1]]]
 
 
 @dataclass
@@ -476,12 +336,12 @@ class Stats:
 
 
 @torch.inference_mode()
-def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=()):
+def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(), verify=None):
     """
     Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
     token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
-    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. The text is the target's own, unless
-    sampler asks for typical acceptance.
+    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. verify(tree, choice, logits) -> path,
+    tokens is walk unless another rule is handed in: medusa.py has a LOSSY one.
 
     Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
     """
@@ -556,10 +416,7 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=())
                 tree = tree.cut(0)
         lap("choice" if device.type == "cpu" else "verify")
         stats.nodes += len(tree)
-        if sampler.typical:                                            # lossy, and only if asked for
-            path, out = walk_typical(tree.tokens, tree.parent, choice, sampler.probabilities(logits), *sampler.typical)
-        else:
-            path, out = walk(tree.tokens, tree.parent, choice)
+        path, out = verify(tree, choice, logits) if verify else walk(tree.tokens, tree.parent, choice)
         end = next((i + 1 for i, token in enumerate(out) if token in eos), len(out))
         out = out[:end]                                                # cut before anything is counted or kept
         path = path[:len(out)]

@@ -17,8 +17,11 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import hidden_transfer
 import sample
-from model import arg, command, fail, parse
-from train import Corpus, read_texts
+from model import arg
+from train import METHODS
+from plumbing.drafters import setup
+from plumbing.options import command, fail, parse
+from plumbing.text import Corpus, read_texts
 
 
 @dataclass
@@ -50,8 +53,8 @@ def chart(path, cosine, top1):
 
 def main(argv=None):
     opt, = parse(Options, argv=argv)
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(method="hidden_transfer", checkpoint=opt.checkpoint, out=opt.out,
-                                                                device=opt.device, dtype="float32"))
+    which = sample.Options(method="hidden_transfer", checkpoint=opt.checkpoint, out=opt.out, device=opt.device, dtype="float32")
+    target, tokenizer, drafter, _ = setup(which, METHODS)
     batches = Corpus(read_texts(opt.data)).tokenize(tokenizer).val_batches(8, min(256, target.cfg.block_size), opt.batches)
     tables = [hidden_transfer.by_layer(drafter.net, target, x.to(target.wte.weight.device)) for x in batches]
     cosine, top1 = (torch.stack(t).mean(0) for t in zip(*tables))      # (L + 1, K)

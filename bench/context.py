@@ -17,9 +17,13 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import sample
-from model import DTYPES, arg, command, fail, parse
-from train import METHODS, Corpus, read_texts, versions
+from model import arg
+from train import METHODS
 from tree import Sampler, complete
+from plumbing.checkpoint import versions
+from plumbing.drafters import setup
+from plumbing.options import DTYPES, command, fail, parse
+from plumbing.text import Corpus, read_texts
 
 
 @dataclass
@@ -50,8 +54,8 @@ def memory():
 
 def main(argv=None):
     opt, = parse(Options, argv=argv)
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=opt.method, **{
-        k: getattr(opt, k) for k in ("backbone", "nodes", "out", "device", "dtype")}))
+    common = {k: getattr(opt, k) for k in ("method", "backbone", "nodes", "out", "device", "dtype")}
+    target, tokenizer, drafter, _ = setup(sample.Options(**common), METHODS)
     try:
         lengths = [int(n) for n in opt.lengths.split(",")]
     except ValueError:

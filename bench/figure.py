@@ -15,7 +15,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import sample
-from model import arg, command, fail, parse
+from model import arg
+from train import METHODS
+from plumbing.drafters import WEIGHTS, setup
+from plumbing.options import command, fail, parse
 from tree import Sampler, complete
 
 NAMES = dict(plain="plain decoding", medusa="Medusa", amphista="Amphista", hidden_transfer="Hidden Transfer", moa="Mixture of Attentions")
@@ -36,7 +39,7 @@ class Options:
     temperature: float = arg(0.0, "as for sample.py")
     seed: int = arg(0, "as for sample.py", high=2**64 - 1)
     nodes: int = arg(8, "as for sample.py", low=1, high=4096)
-    out: str = arg(sample.WEIGHTS, "folder of checkpoints")
+    out: str = arg(WEIGHTS, "folder of checkpoints")
     device: str = arg("cpu", "as for sample.py; another may round otherwise")
 
 
@@ -123,7 +126,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     opt, = parse(Options, argv=argv)
     common = dict(out=opt.out, nodes=opt.nodes, device=opt.device, dtype="float32")
-    target, tokenizer, drafters, _ = sample.setup(sample.Options(method="all", **common))
+    target, tokenizer, drafters, _ = setup(sample.Options(method="all", **common), METHODS)
     prompt, rows = tokenizer.start + tokenizer.encode(opt.prompt), {}
     try:
         for name, drafter in dict(plain=None, **drafters).items():

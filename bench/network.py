@@ -25,10 +25,16 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import moa
 import sample
-from bench import remote
-from model import arg, command, fail, parse
-from train import METHODS, Corpus, most_nodes, read_texts, versions
+from model import arg
+from train import METHODS
 from tree import Sampler, chain
+from plumbing.budget import most_nodes
+from plumbing.checkpoint import versions
+from plumbing.client import Client, Remote
+from plumbing.drafters import load_net, setup
+from plumbing.options import command, fail, parse
+from plumbing.text import Corpus, read_texts
+from plumbing.wire import WIRES
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Options:
     """Decoding over simulated networks, and drafters that are cut off."""
     rtts: str = arg("5,20,50,100", "round trips in ms, with commas; empty = no such table")
     mbit: float = arg(0.0, "megabits per second each way (0 = no limit)")
-    wire: str = arg("float16", "as for sample.py", choices=list(remote.WIRES))
+    wire: str = arg("float16", "as for sample.py", choices=list(WIRES))
     chains: str = arg("2,4,8", "lengths of MoA's chain drafts")
     temperature: float = arg(0.0, "of the texts over the network", high=1e9)
     prompts: int = arg(8, "number of prompts", low=1)
@@ -65,7 +71,7 @@ def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
         url = re.search(r"http://\S+", server.stdout.readline() or fail("the server did not start"))[0]
         print(f"{'round trip':>10s}  {'':12s} {'ms/token':>8s} {'calls/100':>9s} {'B down/token':>12s}")
         for rtt in rtts:
-            client = remote.Client(remote.Remote(server=url, wire=opt.wire, rtt_ms=rtt, mbit=opt.mbit, timeout=30.0))
+            client = Client(Remote(server=url, wire=opt.wire, rtt_ms=rtt, mbit=opt.mbit, timeout=30.0))
             total = {name: [0.0, 0, 0, 0] for name in ways}            # seconds, tokens, calls, bytes down, after the prompt
             for i in range(-1, len(prompts)):                          # -1 is the warm-up
                 for name, drafter in ways.items():
@@ -117,8 +123,8 @@ def main(argv=None):
     opt, = parse(Options, argv=argv)
     rtts, distances, lengths = (numbers(getattr(opt, name), name) for name in ("rtts", "distances", "chains"))
     common = dict(out=opt.out, device="cpu")
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(method="moa", **common))
-    nets = {n: sample.load_drafter(sample.Options(method=n, **common), target).net for n in METHODS}
+    target, tokenizer, drafter, _ = setup(sample.Options(method="moa", **common), METHODS)
+    nets = {name: load_net(sample.Options(method=name, **common), target, METHODS[name]) for name in METHODS}
     corpus = Corpus(read_texts(opt.data)).tokenize(tokenizer)
     prompts = corpus.prompts(opt.prompts, opt.prompt_tokens)
     trips = round_trips(opt, rtts, lengths, target, tokenizer, drafter.net, prompts) if rtts else []

@@ -9,10 +9,12 @@ import os
 import random
 import statistics
 
-from model import DAMAGED, fail, read_text
+from plumbing.checkpoint import DAMAGED
+from plumbing.options import fail
+from plumbing.text import read_text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Answers on disk
 
 def whole(r, names):
@@ -60,7 +62,7 @@ def open_answers(path, header, done):
         fail(f"cannot write {path}: {e}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Figures
 
 def loops(tokens):
@@ -122,7 +124,7 @@ def summary(records, names):
         dict(category=c, **row([r for r in records if r["category"] == c], n)) for c in categories for n in names]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Table, file and charts
 
 def text(value, form):

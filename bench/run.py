@@ -24,7 +24,7 @@ import platform
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
@@ -35,13 +35,20 @@ import report
 import sample
 import self_speculative
 import train
-from model import (DAMAGED, DTYPES, arg, command, fail, load_model, load_pretrained, out_folder, parse, read_text, to_hf)
-from train import METHODS, Corpus, read_texts, versions
-from tree import Sampler, complete, parse_tree
+from model import arg
+from train import METHODS
+from tree import Sampler, complete
+from plumbing.budget import how_many
+from plumbing.checkpoint import DAMAGED, load_model, out_folder, versions
+from plumbing.drafters import given, load_drafter, load_target, own_options
+from plumbing.options import DTYPES, OUT, command, fail, gpu, parse, parse_tree
+from plumbing.pretrained import load_pretrained, to_hf
+from plumbing.text import Corpus, read_text, read_texts
 
 RIVALS = {"eagle2": eagle2, "self_speculative": self_speculative, "prompt_lookup": prompt_lookup}
 MODULES = METHODS | RIVALS
-OWN = ("tree", "nodes", "floor", "groups", "depth", "breadth", "share_noise", "out")            # options that one method can have of its own
+Own = own_options(MODULES)                                             # options that only some methods know
+OWN = ("tree", "nodes", "floor", *(f.name for f in fields(Own)), "share_noise", "out")       # one method can have them alone
 HF = {"hf": {}, "hf-lookup": dict(prompt_lookup_num_tokens=10)}
 GPU = {"eagle2": dict(batch_size=32, lr=6e-4), "self_speculative": dict(batch_size=8)}         # as train.GPU
 
@@ -59,11 +66,8 @@ class Options:
     tree: str = arg("best", "as for sample.py")
     nodes: str = arg("auto", "as for sample.py")
     floor: float = arg(sample.Options.floor, "as for sample.py")
-    groups: int = arg(-1, "for Hidden Transfer, as for sample.py", low=-1)
-    depth: int = arg(0, "for MoA and EAGLE-2, as for sample.py", high=4096)
-    breadth: int = arg(0, "for MoA and EAGLE-2, as for sample.py", high=4096)
     share_noise: bool = arg(True, "as for sample.py")
-    out: str = arg("out", "folder of checkpoints")
+    out: str = arg(OUT, "folder of checkpoints")
     backbone: str = arg("", "as for sample.py")
     compile: bool = arg(False, "as for sample.py")
     device: str = arg("auto", "as for sample.py")
@@ -72,9 +76,10 @@ class Options:
     json: str = arg("", "write the result here, the answers beside it (.answers.jsonl), and charts if matplotlib is there")
     resume: bool = arg(False, "go on where an interrupted run with this --json stopped")
     profile: bool = arg(False, "also choice (noise, argmax) and rest (walk, cache) of a step, and the prompt, in milliseconds")
+    own: dict = field(default_factory=dict)                            # no option: those of single methods, by name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Prompts
 
 def read_questions(path, n):
@@ -103,7 +108,7 @@ def tokens_of(turns, tokenizer):
     return tokenizer.start + tokenizer.encode("\n\n".join(turns) + "\n\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Methods
 
 def variant(name, opt):
@@ -113,17 +118,20 @@ def variant(name, opt):
         key, _, value = item.replace("-", "_").partition("=")
         if key not in OWN or not value or key == "share_noise" and value not in ("True", "False"):
             raise ValueError(f"{item} is none of {'=.., '.join(OWN)}=..")
-        opt = replace(opt, **{key: value == "True" if key == "share_noise" else type(getattr(opt, key))(value)})
+        if key in (f.name for f in fields(Own)):
+            opt = replace(opt, own=opt.own | {key: int(value)})
+        else:
+            opt = replace(opt, **{key: value == "True" if key == "share_noise" else type(getattr(opt, key))(value)})
     return name, opt
 
 
 def train_all(opt, names, target, tokenizer, device):
     """Train every drafter of names for the same time on the same text."""
-    corpus = Corpus(read_texts(opt.data, with_packages=train.gpu(device))).tokenize(tokenizer)
+    corpus = Corpus(read_texts(opt.data, with_packages=gpu(device))).tokenize(tokenizer)
     todo = train.Options(data=opt.data, out=out_folder(opt.out, opt.backbone), device=opt.device, minutes=opt.train_minutes, resume=opt.resume)
     for n in names:
         if hasattr(MODULES.get(n), "train"):                           # a variant trains nothing
-            preset = (train.GPU | GPU).get(n, {}) if train.gpu(device) else {}
+            preset = (train.GPU | GPU).get(n, {}) if gpu(device) else {}
             torch.manual_seed(todo.seed)
             train.train_drafter(n, todo, MODULES[n].Config(**preset), corpus, target, device, MODULES[n])
 
@@ -135,16 +143,15 @@ def load_method(name, opt, target):
         return None, {}
     module = MODULES[name]
     if not hasattr(module, "train"):                                   # nothing to load
-        net, nodes = module.Net(module.Config(), target), sample.how_many(opt.nodes, target)
+        net, nodes = module.Net(module.Config(), target), how_many(opt.nodes, target)
         try:
             return module.Drafter(net, target, parse_tree(opt.tree, net.K, target.cfg.vocab_size, None, nodes), nodes), {}
         except ValueError as e:
             fail(str(e))
     common = {k: getattr(opt, k) for k in ("tree", "nodes", "floor", "out", "backbone", "compile", "device", "dtype")}
-    own = dict(hidden_transfer=["groups"], moa=["depth", "breadth"], eagle2=["depth", "breadth"]).get(name, [])
-    common |= {k: getattr(opt, k) for k in own}
-    drafter = sample.load_drafter(sample.Options(method=name, **common), target, module, hint=None if name in METHODS else
-                                  f"run python bench/run.py --methods {name} --train-minutes 5")
+    own = {k: v for k, v in opt.own.items() if k in getattr(module, "OPTIONS", {})}
+    hint = None if name in METHODS else f"run python bench/run.py --methods {name} --train-minutes 5"
+    drafter = load_drafter(sample.Options(method=name, **common), target, module, hint, own=own)
     n, metrics = drafter.net.meta.get("parameters", 0), drafter.net.meta["metrics"]       # 0: its training was interrupted
     return drafter, dict(parameters=n, training_tokens=metrics.get("tokens") if n else None,         # a search reads few, again and again
                          training_seconds=metrics.get("seconds"), checkpoint=drafter.net.fingerprint)
@@ -176,7 +183,7 @@ def hf_answer(hf, name, prompt, new_tokens, temperature, seed, eos):
                 seconds=dict(prompt=clock.at[1] - start, draft=0.0, verify=0.0, rest=done - clock.at[1]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Main
 
 def measure(temperature, questions, names, ask, tokenizer, done, file):
@@ -205,7 +212,8 @@ def measure(temperature, questions, names, ask, tokenizer, done, file):
 
 def options(argv):
     """-> Options, names of the methods, temperatures. Ends with a message for what cannot be."""
-    opt, = parse(Options, argv=argv)
+    opt, own = parse(Options, Own, argv=argv)
+    opt.own = given(own)
     names = ["plain"] + list(dict.fromkeys(n for n in opt.methods.split(",") if n not in ("plain", "")))
     for n in names[1:]:
         try:
@@ -230,8 +238,8 @@ def options(argv):
 def main(argv=None):
     opt, names, temperatures = options(argv)
     questions = read_questions(opt.questions, opt.prompts) if opt.questions else None
-    target, tokenizer, _, _ = sample.setup(sample.Options(method="plain", out=opt.out, backbone=opt.backbone, device=opt.device,
-                                                          compile=opt.compile, dtype=opt.dtype))
+    target, tokenizer = load_target(sample.Options(method="plain", **{
+        k: getattr(opt, k) for k in ("out", "backbone", "device", "compile", "dtype")}))
     device, room = str(target.wte.weight.device), target.cfg.block_size - opt.new_tokens
     if room < 1:
         fail(f"--new-tokens {opt.new_tokens} leave no room for a prompt in a context of {target.cfg.block_size}")
@@ -245,7 +253,7 @@ def main(argv=None):
     if questions is None:
         held_out = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
         questions = [dict(question=str(i), category="held-out", turns=[ids]) for i, ids in enumerate(held_out)]
-    machine = torch.cuda.get_device_name(device) if train.gpu(device) else platform.processor() or platform.machine()
+    machine = torch.cuda.get_device_name(device) if gpu(device) else platform.processor() or platform.machine()
     result = dict(options=asdict(opt), versions=versions(), machine=machine, threads=torch.get_num_threads(), device=device,
                   dtype=str(target.wte.weight.dtype), date=datetime.date.today().isoformat(), trained=trained,
                   command=" ".join(["python", "bench/run.py", *(sys.argv[1:] if argv is None else argv)]))

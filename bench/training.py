@@ -18,8 +18,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from model import GPT, GPTConfig, arg, command, parse, pick_device
-from train import METHODS, BackboneConfig, count, train_backbone, versions
+from model import GPT, GPTConfig, arg
+from plumbing.options import command, parse, pick_device
+from train import METHODS, BackboneConfig, train_backbone
+from plumbing.checkpoint import versions
+from plumbing.trainer import count
 
 
 @dataclass

@@ -18,10 +18,15 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import sample
-from model import DTYPES, arg, command, fail, parse
+from medusa import Typical
+from model import arg
 from report import loops
-from train import METHODS, Corpus, read_texts, versions
+from train import METHODS
 from tree import Sampler, complete
+from plumbing.checkpoint import versions
+from plumbing.drafters import setup
+from plumbing.options import DTYPES, command, fail, parse
+from plumbing.text import Corpus, read_texts
 
 
 @dataclass
@@ -52,25 +57,25 @@ def main(argv=None):
     opt, = parse(Options, argv=argv)
     try:
         epsilons = [float(e) for e in opt.epsilons.split(",")]
-        typical = [(e, Sampler(opt.temperature, typical=(e, math.sqrt(max(e, 0.0))))) for e in epsilons]
+        typical = [(e, Typical(Sampler(opt.temperature), e, math.sqrt(max(e, 0.0)))) for e in epsilons]
     except ValueError as e:
         fail(f"--epsilons must be numbers between 0 and 1, with commas, not {opt.epsilons!r} ({e})")
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(
-        accept="typical", method=opt.method, nodes=opt.nodes, out=opt.out, device=opt.device, dtype=opt.dtype))
+    which = sample.Options(accept="typical", method=opt.method, nodes=opt.nodes, out=opt.out, device=opt.device, dtype=opt.dtype)
+    target, tokenizer, drafter, _ = setup(which, METHODS)
     if opt.prompt_tokens >= target.cfg.block_size:
         fail(f"--prompt-tokens {opt.prompt_tokens} leaves no room in a context of {target.cfg.block_size}")
     prompts = Corpus(read_texts(opt.data)).tokenize(tokenizer).prompts(opt.prompts, opt.prompt_tokens)
     print(f"{opt.method}, {opt.prompts} prompts x {opt.new_tokens} tokens | "
           + " ".join(f"{k} {v}" for k, v in versions().items()))
-    rows = [("exact, T = 0", lambda i: Sampler()),
-            (f"exact, T = {opt.temperature:g}", lambda i: Sampler(opt.temperature, seed=i))]
-    rows += [(f"LOSSY, epsilon {e:g}", lambda i, s=s: s) for e, s in typical]
+    rows = [("exact, T = 0", lambda i: Sampler(), None),
+            (f"exact, T = {opt.temperature:g}", lambda i: Sampler(opt.temperature, seed=i), None)]
+    rows += [(f"LOSSY, epsilon {e:g}", lambda i: Sampler(), rule) for e, rule in typical]
     result = {"options": asdict(opt), "versions": versions(), "rows": []}
     print(f"{'acceptance':24s} {'tau':>5s} {'log p':>7s} {'greedy':>7s} {'loops':>6s}")
-    for name, sampler in rows:
+    for name, sampler, verify in rows:
         tokens, steps, logp, greedy, looping = 0, 0, [], [], 0
         for i, prompt in enumerate(prompts):
-            text, stats = complete(target, prompt, opt.new_tokens, drafter, sampler(i), tokenizer.stops)
+            text, stats = complete(target, prompt, opt.new_tokens, drafter, sampler(i), tokenizer.stops, verify)
             a, b = score(target, prompt, text)
             logp, greedy = logp + a, greedy + b
             tokens, steps, looping = tokens + sum(stats.accepted[1:]), steps + stats.steps, looping + loops(text)

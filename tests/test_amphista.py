@@ -8,7 +8,7 @@ import torch
 import amphista
 from amphista import Config, Drafter, Net, guesses, loss
 from model import GPT, GPTConfig
-from train import calibrate
+from plumbing.budget import calibrate
 from tree import Sampler, Stats, Tree, cartesian, chain, complete, grow
 
 ABLATIONS = {

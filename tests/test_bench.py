@@ -20,7 +20,10 @@ import run as bench
 import self_speculative
 import train
 from conftest import Watching, tiny
-from model import Tokenizer, rotate, save
+from model import rotate
+from plumbing.drafters import setup
+from plumbing.checkpoint import save
+from plumbing.text import Tokenizer
 from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree, lively, reference
 from test_moa import Run, attention, layer, layers, make_target, paths, random_text
 from tree import Sampler, Tree, cartesian, chain, complete, generate
@@ -589,7 +592,7 @@ def test_questions_and_turns(form, contest, questions, capsys, monkeypatch, tmp_
     orders = [list(r["answers"]) for r in records]
     assert all(sorted(o) == sorted(names) for o in orders)
     assert len({o[o.index("medusa") - 1] for o in orders[:4]}) > 1     # not always behind the same other one
-    target, tokenizer, _, _ = bench.sample.setup(bench.sample.Options(method="plain", out=contest, device="cpu"))
+    target, tokenizer, _, _ = setup(bench.sample.Options(method="plain", out=contest, device="cpu"), train.METHODS)
     answer = tokenizer.decode(first["plain"]["tokens"])
     text = ["the cat sees", answer, "and the dog"]
     prompt = [7] + tokenizer.encode("|".join(text)) if form == "chat" else [tokenizer.eos] + tokenizer.encode("\n\n".join(text) + "\n\n")
@@ -600,7 +603,7 @@ def test_questions_and_turns(form, contest, questions, capsys, monkeypatch, tmp_
 
 def test_hf_counts_like_we_do(contest, text_file, capsys):
     """transformers' tokens counted with the prompt, with the first token timed, or its lookup's steps counted as tokens."""
-    target, tokenizer, _, _ = bench.sample.setup(bench.sample.Options(method="plain", out=contest, device="cpu"))
+    target, tokenizer, _, _ = setup(bench.sample.Options(method="plain", out=contest, device="cpu"), train.METHODS)
     hf, prompt = bench.to_hf(target), tokenizer.encode("the cat sees the cat sees the")
     plain, stats = complete(target, prompt, 20, None, Sampler(), {tokenizer.eos})
     for name in ("hf", "hf-lookup"):
@@ -819,7 +822,7 @@ def test_the_figure_is_what_was_decoded(temperature, trained, tmp_path, capsys):
     argv = ["--out", trained, "--prompt", "the <cat> & \x01é\n ", "--new-tokens", "45", "--temperature", str(temperature), "--nodes", "9"]
     figure.main([*argv, "--svg", str(tmp_path / "a.svg")])
     said, rows = capsys.readouterr().out.splitlines(), drawn(tmp_path / "a.svg")
-    target, tokenizer, drafters, _ = bench.sample.setup(bench.sample.Options(method="all", out=trained, device="cpu", nodes=9))
+    target, tokenizer, drafters, _ = setup(bench.sample.Options(method="all", out=trained, device="cpu", nodes=9), train.METHODS)
     prompt = tokenizer.start + tokenizer.encode("the <cat> & \x01é\n ")
     assert list(rows) == ["plain", *train.METHODS] and len(said) == 5
     for (name, forwards), line in zip(rows.items(), said):

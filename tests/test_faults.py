@@ -24,10 +24,19 @@ import pytest
 import torch
 from safetensors.torch import save as safetensors_bytes
 
-import model
+import plumbing.checkpoint
+import plumbing.client
+import plumbing.own_text
+import plumbing.server
+import plumbing.text
+import plumbing.trainer
+import moa
 import sample
 import train
-from model import command, load, load_file
+from safetensors.torch import load_file
+from plumbing.checkpoint import load
+from plumbing.drafters import own_options
+from plumbing.options import command
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "bench"))
@@ -36,7 +45,6 @@ import figure  # noqa: E402
 import network  # noqa: E402
 import run as bench_run  # noqa: E402
 import typical  # noqa: E402
-from bench import remote  # noqa: E402
 from conftest import tiny  # noqa: E402
 from test_lossless import check  # noqa: E402
 from tree import Sampler, complete  # noqa: E402
@@ -76,6 +84,14 @@ NONSENSE = {
     str: ["", "x" * 5000, "..", "no such", "%s{}\n", ",", "-1", "1,,2", "nan", "é\udcff", "/dev/null"],
     bool: ["maybe", ""],
 }
+def serve(argv):
+    return plumbing.server.serve(argv, moa)
+
+
+def split(argv):
+    return plumbing.server.split(argv, moa)
+
+
 SMALL = ["--steps", 1, "--batch-size", 1]
 SIZES = "--n-layer 1 --n-embd 16 --n-ffn 16 --n-head 2 --n-kv-head 1 --vocab-size 260 --block-size 32 --first-length 16".split()
 SHORT = ["--prompts", 1, "--prompt-tokens", 4, "--new-tokens", 6]
@@ -85,23 +101,23 @@ PROGRAMS = {                                                           # main, i
                       ["--method", m, *CPU, *SMALL, *(SIZES if m == "backbone" else [])]) for m in ("backbone", *train.METHODS)},
     "train medusa 2": (train.main, [train.METHODS["medusa"].Config], ["--method", "medusa", "--recipe", 2, *CPU, *SMALL]),
     "train self": (train.main, [train.Options], ["--method", "medusa", "--data", "self", "--self-tokens", 100, *CPU, *SMALL]),
-    "sample": (sample.main, [sample.Options], ["--max-new-tokens", 6, "--prompt", "a", *CPU]),
-    "sample moa": (sample.main, [sample.Options, remote.Remote], ["--method", "moa", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
+    "sample": (sample.main, [sample.Options, own_options(train.METHODS)], ["--max-new-tokens", 6, "--prompt", "a", *CPU]),
+    "sample moa": (sample.main, [sample.Options, plumbing.client.Remote], ["--method", "moa", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
     "sample all": (sample.main, [sample.Options], ["--method", "all", "--show", "tree", "--max-new-tokens", 6, "--prompt", "a", *CPU]),
     "figure": (figure.main, [figure.Options], ["--svg", "a.svg", "--new-tokens", 6, "--prompt", "a", *CPU]),
-    "run": (bench_run.main, [bench_run.Options], ["--methods", "medusa,prompt_lookup", "--temperatures", 0, *SHORT, *CPU]),
+    "run": (bench_run.main, [bench_run.Options, bench_run.Own], ["--methods", "medusa,prompt_lookup", "--temperatures", 0, *SHORT, *CPU]),
     "typical": (typical.main, [typical.Options], ["--epsilons", "0.1", *SHORT, *CPU]),
     "by_layer": (by_layer.main, [by_layer.Options], ["--batches", 1, *CPU]),
     "network": (network.main, [network.Options], ["--rtts", "", "--distances", "1,4", "--texts", 1, "--guessed", 5, *SHORT]),
-    "serve": (remote.serve, [remote.Serve], ["--port", 0, *CPU]),
-    "split": (remote.split, [remote.Split], []),
+    "serve": (serve, [plumbing.server.Serve], ["--port", 0, *CPU]),
+    "split": (split, [plumbing.server.Split], []),
 }
 
 
 def cases(name):
     """(name, field, value) for everything that the program can be told."""
     for c in PROGRAMS[name][1]:
-        for f in dataclasses.fields(c):
+        for f in (f for f in dataclasses.fields(c) if f.metadata):
             for value in [*NONSENSE[f.type], *(["nonsense"] if f.metadata["choices"] else [])]:
                 if "minutes" in f.name and value in ("1e300", "2") or (f.name, value) in (
                         ("steps", "2147483647"), ("self_tokens", "2147483647"), ("self_tokens", "0")):
@@ -116,11 +132,12 @@ def cases(name):
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """Everything as it is, but little of it: one held-out batch and prompt, a server that stops as soon as it serves."""
-    batches, prompts = train.Corpus.val_batches, train.Corpus.prompts
-    monkeypatch.setattr(train.Corpus, "val_batches", lambda self, B, T, n: batches(self, 1, T, 1))
-    monkeypatch.setattr(train.Corpus, "prompts", lambda self, n, length: prompts(self, min(n, 1), length))
-    monkeypatch.setattr(train, "versions", lambda: {})
-    monkeypatch.setattr(remote.Server, "serve_forever", lambda self: self.server_close())
+    batches, prompts = plumbing.text.Corpus.val_batches, plumbing.text.Corpus.prompts
+    monkeypatch.setattr(plumbing.text.Corpus, "val_batches", lambda self, B, T, n: batches(self, 1, T, 1))
+    monkeypatch.setattr(plumbing.text.Corpus, "prompts", lambda self, n, length: prompts(self, min(n, 1), length))
+    for module in (plumbing.checkpoint, plumbing.trainer, plumbing.own_text, train, bench_run):
+        monkeypatch.setattr(module, "versions", lambda: {})
+    monkeypatch.setattr(plumbing.server.Server, "serve_forever", lambda self: self.server_close())
     monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.chdir(tmp_path)
@@ -172,7 +189,7 @@ def test_what_no_option_could_foresee(capsys):
         m.setattr(sys, "stdout", gone)
         command(raising(BrokenPipeError()), [])
     assert stopped.value.code == 141
-    assert "serve or split" in attempt(capsys, remote.main, ["nonsense"])
+    assert "serve or split" in attempt(capsys, lambda argv: plumbing.server.main(argv, moa), ["nonsense"])
 
 
 @pytest.mark.long
@@ -216,12 +233,12 @@ def in_child(out, argv, text_file, wait=None, before=lambda: None):
             log = os.open(f"{out}/stderr", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(log, 2), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            train.tqdm.set_lock(threading.RLock())                     # its own is shared: a killed child may die holding it
-            model.save_file = on_a_slow_disk
-            train.versions = dict                                      # each save would ask git, and what is tried at the end ...
+            plumbing.trainer.tqdm.set_lock(threading.RLock())                     # its own is shared: a killed child may die holding it
+            plumbing.checkpoint.save_file = on_a_slow_disk
+            plumbing.trainer.versions = dict                           # each save would ask git, and what is tried at the end ...
             train.mean_tau = lambda *args, **kwargs: 1.0           # ... takes longer than the training
-            schedule = train.Run.schedule
-            train.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
+            schedule = plumbing.trainer.Run.schedule
+            plumbing.trainer.Run.schedule = lambda self: (self.save() if self.kind and self.step != getattr(self, "saved", 0) else None,
                                                setattr(self, "saved", self.step), schedule(self))[-1]
             before()
             command(train.main, [str(a) for a in [*argv, "--out", out, "--data", text_file, *CPU]])
@@ -315,7 +332,7 @@ def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path, unbroken)
     rng = random.Random(0)
     for n in (1, 3, 6):                                                # the n-th file is the one that does not fit
         def before():
-            write, left = model.save_file, [n]
+            write, left = plumbing.checkpoint.save_file, [n]
 
             def full(tensors, path, **more):
                 left[0] -= 1
@@ -323,7 +340,7 @@ def test_a_full_disk_loses_nothing(name, trained, text_file, tmp_path, unbroken)
                 if left[0] <= 0:
                     os.truncate(path, rng.randrange(os.path.getsize(path)))
                     raise OSError(errno.ENOSPC, "No space left on device")
-            model.save_file = full
+            plumbing.checkpoint.save_file = full
         status, err = in_child(str(out), [*argv, "--resume"], text_file, before=before)
         assert status == 2 and err.splitlines()[-1].startswith("error: cannot write"), err
         assert "No space left" in err and "Traceback" not in err and not glob.glob(str(out / "**" / "*.tmp*"), recursive=True)
@@ -419,7 +436,7 @@ def test_broken_states_of_a_run(name, small, trained, text_file, tmp_path, capsy
     shutil.copytree(os.path.join(trained, "backbone"), out / "backbone")
     argv = [*argv, "--out", out, "--data", text_file, *CPU]
     with monkeypatch.context() as m, pytest.raises(SystemExit):
-        m.setattr(train.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
+        m.setattr(plumbing.trainer.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
         train.main([str(a) for a in argv])
     path, refused = out / name / "resume.safetensors", 0
     kept = path.read_bytes()
@@ -487,7 +504,7 @@ READERS = {                                                            # option 
     "--json --resume": (bench_run.main, ["--out", "copy", "--resume", *PROGRAMS["run"][2]]),
     "--checkpoint": (sample.main, ["--out", "copy", *PROGRAMS["sample"][2]]),
     "--backbone": (sample.main, ["--method", "plain", *PROGRAMS["sample"][2]]),
-    "--to": (remote.split, ["--out", "copy"]),
+    "--to": (split, ["--out", "copy"]),
     "--png": (by_layer.main, ["--out", "copy", *PROGRAMS["by_layer"][2]]),
 }
 
@@ -546,7 +563,7 @@ def test_a_context_shorter_than_what_is_guessed(block_size, small, text_file, ca
 def test_a_text_may_be_a_link(tmp_path, text_file):
     """Refusing pipes must not refuse links to files."""
     (tmp_path / "link").symlink_to(text_file)
-    assert train.read_texts(str(tmp_path / "link")) and train.read_texts(str(tmp_path))
+    assert plumbing.text.read_texts(str(tmp_path / "link")) and plumbing.text.read_texts(str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -603,11 +620,11 @@ def test_a_broken_backbone_gets_one_line(dtype, small, trained, text_file, tmp_p
     tensors, meta = load(path, "", "")
     tensors = {k: v.clone() for k, v in tensors.items()}
     tensors["norm.weight"][3] = float("nan")
-    model.save(path, tensors, meta)
-    fit = model.load_model(path)[0].fingerprint
+    plumbing.checkpoint.save(path, tensors, meta)
+    fit = plumbing.checkpoint.load_model(path)[0].fingerprint
     for name in train.METHODS:                                         # drafters that say they belong to it
         tensors, meta = load(f"copy/{name}/model.safetensors", "", "")
-        model.save(f"copy/{name}/model.safetensors", {k: v.clone() for k, v in tensors.items()}, {**meta, "backbone": fit})
+        plumbing.checkpoint.save(f"copy/{name}/model.safetensors", {k: v.clone() for k, v in tensors.items()}, {**meta, "backbone": fit})
     for name in ("sample", "sample moa", "run", "typical"):
         main, configs, base = PROGRAMS[name]
         argv = ["--data", text_file] if name in ("run", "typical") else []

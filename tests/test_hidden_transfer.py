@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import hidden_transfer
+import train
 from hidden_transfer import Config, Drafter, Net, by_layer, guesses, loss
 from model import GPT, GPTConfig
 from tree import Sampler, Tree, cartesian, chain, complete, grow, tree_mask
@@ -131,7 +132,7 @@ class Checked(Drafter):
 
 
 class Bench:
-    """Stands in for train.Run: the same batch again and again."""
+    """Stands in for plumbing.trainer.Run: the same batch again and again."""
 
     vocab = None
 
@@ -180,10 +181,17 @@ def FullCache(target, h):
 
 @pytest.mark.parametrize("options", [dict(layers="4"), dict(layers="-1"), dict(layers="x"), dict(layers="1,2"),
                                      dict(layers="1,"), dict(layers="3,2,2,2", source="previous"), dict(n_heads=0)])
-def test_bad_layers(options, capsys):
-    """A layer that does not exist, or one position too few, must end with one clear line, not in an index error."""
-    with pytest.raises(SystemExit) as stop:
+def test_bad_layers(options):
+    """A layer that does not exist, or one position too few, must be refused by its name, not end in an index error."""
+    with pytest.raises(ValueError, match="^--layers"):
         Net(Config(**options), make_target())
+
+
+def test_bad_layers_end_a_command_with_one_line(trained, text_file, capsys):
+    """A refusal of the method's that the command line shows as a traceback."""
+    argv = ["--method", "hidden_transfer", "--out", trained, "--data", text_file, "--device", "cpu", "--layers", "7"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
     assert stop.value.code == 2 and capsys.readouterr().err.startswith("error: --layers")
 
 

@@ -12,7 +12,8 @@ import torch
 
 import tree
 from conftest import tiny
-from model import KVCache, fingerprint
+from model import KVCache
+from plumbing.checkpoint import fingerprint
 from train import METHODS
 from tree import Sampler, Shape, Tree, cartesian, chain, complete, generate, grow
 

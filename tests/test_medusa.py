@@ -1,20 +1,30 @@
 """Medusa: initial state, loss, gradients, drafted logits. Tiny random targets in float64."""
 import copy
+import inspect
 import json
 import math
 import os
+import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
+import plumbing.budget
+import plumbing.text
+import plumbing.trainer
 import medusa
 import sample
 import train
 from conftest import tiny
-from medusa import Config, Drafter, Joint, Net, guesses, joint_loss, loss
-from model import GPT, GPTConfig, Tokenizer, fingerprint, load, load_file, load_model
-from tree import Sampler, cartesian, chain, complete, grow
+from medusa import Config, Drafter, Joint, Net, Typical, guesses, joint_loss, loss, walk_typical
+from model import GPT, GPTConfig
+from safetensors.torch import load_file
+from plumbing.checkpoint import fingerprint, load, load_model
+from plumbing.text import Tokenizer
+from test_tree import ancestors, random_parents
+from tree import Sampler, Tree, cartesian, chain, complete, generate, grow, walk
 
 OPTIONS = {
     "default": {},
@@ -453,14 +463,14 @@ def test_medusa_2_round_trip(both, capsys):
     assert meta["backbone"] == target.fingerprint != old.fingerprint and meta["original"] == backbone["original"] == old.fingerprint
     assert meta["parameters"] == sum(p.numel() for p in target.parameters()) + sum(t.numel() for t in tensors.values())
     log = [json.loads(line) for line in open(os.path.join(new, "medusa", "log.jsonl"))]
-    corpus = train.Corpus(train.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(original["tokenizer"]))
+    corpus = plumbing.text.Corpus(plumbing.text.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(original["tokenizer"]))
     x = torch.cat(corpus.val_batches(8, 64, 4))
     for key, model in (("backbone_before", old), ("backbone", target)):
         assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
         assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
     net = Net(Config(), target)
     net.load_state_dict(tensors)
-    hits, others = (train.calibrate(medusa, net.eval(), m, corpus.val_batches(8, 64, 16))["hits"] for m in (target, old))
+    hits, others = (plumbing.budget.calibrate(medusa, net.eval(), m, corpus.val_batches(8, 64, 16))["hits"] for m in (target, old))
     assert meta["calibration"]["hits"] == hits != others               # the heads were tried on their own backbone
     assert log[0]["backbone"] == log[0]["backbone_before"] == log[-1]["backbone_before"]         # stage 1
     for T in ("0", "1"):
@@ -488,13 +498,13 @@ def test_medusa_2_resumes(both, tmp_path, monkeypatch, capsys, at):
     args, out = both
     shutil.copytree(os.path.join(out, "backbone"), tmp_path / "backbone")
     args = [str(tmp_path) if a == out else a for a in args]
-    sync, count = train.Run.sync, []
+    sync, count = plumbing.trainer.Run.sync, []
 
     def interrupt(self, module, total):
         count.append(total.item())
         self.stop = len(count) == at
         return sync(self, module, total)
-    monkeypatch.setattr(train.Run, "sync", interrupt)
+    monkeypatch.setattr(plumbing.trainer.Run, "sync", interrupt)
     with pytest.raises(SystemExit):
         train.main(args)
     assert decoded(capsys, tmp_path / "medusa2", "--method", "medusa").out  # what an interrupted run leaves is usable
@@ -583,3 +593,172 @@ def test_a_tree_wider_than_the_vocabulary_is_cut():
     target = tiny(seed=7, vocab_size=3)
     out, _ = complete(target, [1, 2], 20, Drafter(make_net(target), target, shape=cartesian(4, 4)))
     assert out == complete(target, [1, 2], 20)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Typical acceptance: lossy, by the paper's rule
+
+def typical_slowly(tokens, parent, choice, p, epsilon, delta):
+    """The rule written once more, one root-to-node path at a time: longest, then likeliest, then first."""
+    def limit(row):
+        entropy = -sum(q * math.log(q) for q in row if q > 0)
+        return min(epsilon, delta * math.exp(-entropy))
+    best, key = [0], (1, 0.0)
+    for i in range(1, len(tokens)):
+        path = ancestors(parent, i)
+        if all(p[a][tokens[b]] > limit(p[a]) for a, b in zip(path, path[1:])):
+            new = len(path), sum(math.log(p[a][tokens[b]]) for a, b in zip(path, path[1:]))
+            if new > key:
+                best, key = path, new
+    return best, [tokens[i] for i in best[1:]] + [choice[best[-1]]]
+
+
+def random_tree(rng, g, V=5, scale=1.5):
+    N = rng.randint(1, 14)
+    z = scale * torch.randn(N, V, generator=g, dtype=torch.float64)
+    return [rng.randrange(V) for _ in range(N)], random_parents(rng, N), z
+
+
+def test_typical_acceptance_is_the_papers_rule():
+    """An entropy in bits, a >= or a maximum for the >  and the minimum, a node accepted without its parent, a shorter path."""
+    rng, g, seen, lossy = random.Random(0), torch.Generator().manual_seed(0), set(), 0
+    for case in range(400):
+        tokens, parent, z = random_tree(rng, g)
+        epsilon, delta = rng.choice([(0.09, 0.3), (0.25, 0.5), (0.01, 0.1), (0.5, 1.5), (1.0, 0.4)])
+        rule = Typical(Sampler(rng.choice([0.5, 1.0])), epsilon, delta)
+        p, choice = rule.sampler.probabilities(z), rule.greedy.choose(z, range(len(tokens)))
+        assert choice == z.argmax(-1).tolist()                         # the bonus token is greedy at any temperature
+        path, out = rule(Tree(tokens, parent), choice, z)
+        assert (path, out) == walk_typical(tokens, parent, choice, p, epsilon, delta)
+        assert (path, out) == typical_slowly(tokens, parent, choice, p.tolist(), epsilon, delta)
+        assert path[0] == 0 and all(parent[b] == a for a, b in zip(path, path[1:])) and len(out) == len(path)
+        seen.add(len(path))
+        lossy += out[:-1] != [choice[i] for i in path[:-1]]
+    assert {1, 2, 3} <= seen and lossy > 50                            # it does accept what the target would not have chosen
+
+
+def test_typical_acceptance_by_the_numbers():
+    """p = (.5, .3, .2): H = 1.0297, so delta = .3 puts the limit at .1071 and epsilon = .09 below it; strict at the limit."""
+    p = torch.tensor([[0.5, 0.3, 0.2]] * 4, dtype=torch.float64)
+    limit = 0.5**0.5 * 0.3**0.3 * 0.2**0.2                             # exp(-H)
+    assert limit == pytest.approx(0.357131, abs=1e-6)
+    accepts = lambda token, epsilon, delta: walk_typical([9, token], [-1, 0], [0, 0, 0, 0], p, epsilon, delta)[0] == [0, 1]
+    assert [accepts(v, 0.09, 0.3) for v in range(3)] == [True, True, True]         # the authors' defaults
+    assert [accepts(v, 0.25, 0.5) for v in range(3)] == [True, True, True]         # limit .17856
+    assert [accepts(v, 0.25, 1.0) for v in range(3)] == [True, True, False]        # .25: epsilon is the smaller
+    assert [accepts(v, 1.0, 1.0) for v in range(3)] == [True, False, False]        # .357131: delta exp(-H) is
+    assert [accepts(v, 1.0, 1.5) for v in range(3)] == [False, False, False]       # .5357: not even the likeliest
+    assert [accepts(v, 0.3, 9.0) for v in range(3)] == [True, False, False]        # .3 > .3 is false
+    even = torch.full((2, 4), 0.25).double()                           # exp(-H) = 1/4: delta < 1 accepts all, 1 nothing
+    assert walk_typical([9, 3], [-1, 0], [0, 0], even, 1.0, 0.99)[0] == [0, 1]
+    assert walk_typical([9, 3], [-1, 0], [0, 0], even, 1.0, 1.01)[0] == [0]
+
+
+def test_typical_takes_the_longest_path_and_of_equals_the_likeliest():
+    """The first accepted leaf, the likeliest instead of the longest path, a path that goes on below a rejected node."""
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 6, dtype=torch.float64)           # limit .09: token 3 is rejected
+    choice = [0] * 6
+    go = lambda tokens, parent: walk_typical([9, *tokens], [-1, *parent], choice, p, 0.09, 9.0)
+    assert go([0, 1, 2], [0, 0, 2]) == ([0, 2, 3], [1, 2, 0])          # .3 * .15 is longer than .5
+    assert go([1, 0, 2], [0, 0, 0]) == ([0, 2], [0, 0])                # .5 beats .3 and .15
+    assert go([1, 2, 0, 1], [0, 1, 0, 3]) == ([0, 3, 4], [0, 1, 0])    # .5 * .3 beats .3 * .15
+    assert go([3, 0, 0, 2], [0, 1, 2, 0]) == ([0, 4], [2, 0])          # nothing counts below a rejected node
+    assert go([3, 3], [0, 1]) == ([0], [0])                            # all rejected: the greedy token alone
+    assert go([2, 2], [0, 0]) == ([0, 1], [2, 0])                      # repeated children: the first
+
+
+def test_typical_at_temperature_zero_is_the_walk():
+    """A limit that a certain token does not pass, or that another one does: at T = 0 nothing may differ from greedy."""
+    rng, g, longest = random.Random(1), torch.Generator().manual_seed(1), 0
+    for case in range(400):
+        tokens, parent, z = random_tree(rng, g, V=3)
+        siblings = list(zip(parent, tokens))
+        if len(set(siblings)) < len(siblings):                         # of repeated children either may be followed
+            continue
+        for epsilon, delta in ((0.09, 0.3), (0.0, 0.0), (1.0, 0.99), (0.999, 50.0)):
+            sampler = Sampler(0.0, top_k=2, top_p=0.5)
+            choice = sampler.choose(z, range(len(tokens)))
+            path, out = walk_typical(tokens, parent, choice, sampler.probabilities(z), epsilon, delta)
+            assert (path, out) == walk(tokens, parent, choice)
+            longest = max(longest, len(path))
+    assert longest > 3
+
+
+def typically(target, prompt, n, drafter, sampler, epsilon, delta, eos=()):
+    """A text with typical acceptance, and its Stats."""
+    rule = Typical(sampler, epsilon, delta)
+    return complete(target, prompt, n, drafter, rule.greedy, eos, rule)
+
+
+class AnyTree:
+    """Random trees, as bad as can be; as good as random at T = 0."""
+
+    rows = 16
+
+    def __init__(self, V, seed=0):
+        self.V, self.rng = V, random.Random(seed)
+
+    def start(self, target, max_len):
+        pass
+
+    def observe(self, tokens, hidden, cache):
+        pass
+
+    def draft(self, root, sampler):
+        N = self.rng.randint(1, 16)
+        return Tree([root] + [self.rng.randrange(self.V) for _ in range(N - 1)], random_parents(self.rng, N))
+
+
+@pytest.mark.parametrize("epsilon, delta", [(0.09, 0.3), (0.0, 0.0), (1.0, 1.0), (1.0, 50.0)])
+def test_typical_texts_at_temperature_zero_are_greedy(epsilon, delta):
+    """The whole loop: cache rows of another path than the emitted one, a first token that is no argmax."""
+    target = tiny(vocab_size=5)
+    for seed in range(3):
+        prompt = [1 + seed % 4, 2, 3]
+        text, stats = typically(target, prompt, 30, AnyTree(5, seed), Sampler(0.0), epsilon, delta)
+        assert text == complete(target, prompt, 30)[0] and sum(stats.accepted) == 30
+        assert stats.tau > 1 or delta >= 1
+
+
+def test_the_first_token_of_a_typical_step_is_greedy_and_unconditional():
+    """A bonus or first token that is sampled, or that must pass the limit: at limit 1 nothing does, and the text is greedy."""
+    target = tiny(vocab_size=5)
+    text, stats = typically(target, [1, 2], 20, AnyTree(5), Sampler(1.0, seed=3), 1.0, 50.0)
+    assert stats.tau == 1 and text == complete(target, [1, 2], 20)[0]
+    text, stats = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.25, 0.5)
+    best = target(torch.tensor([[1, 2] + text]))[0][0].argmax(-1).tolist()
+    ends = np.cumsum(stats.accepted)
+    assert stats.tau > 1.3 and all(text[n - 1] == best[1 + n - 1] for n in ends)   # every step's last token is greedy
+    assert any(a != b for a, b in zip(text, best[1:]))                 # others are not
+
+
+def test_typical_text_is_lossy_and_knows_no_seed():
+    """Named lossy for a reason: children that hold token 1 only. Exact text has it 3 times of 10, typical text always."""
+    z = torch.from_numpy(np.log([[0.5, 0.3, 0.2]] * 2))
+    first = []
+    for seed in range(50):
+        rule = Typical(Sampler(1.0, seed=seed))
+        s = rule.greedy
+        first.append(rule(Tree([0, 1], [-1, 0]), s.choose(z, [4, 5]), z)[1])
+        assert torch.equal(s.rank(z, [4, 5]), z.float())               # no noise for the drafter either
+    assert first == [[1, 0]] * 50
+    target = tiny(vocab_size=5)
+    texts = {tuple(typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0, seed=seed), 0.09, 0.3)[0]) for seed in range(4)}
+    assert len(texts) == 1 and texts != {tuple(complete(target, [1, 2], 30)[0])}
+    assert inspect.signature(generate).parameters["verify"].default is None        # never the default
+
+
+def test_typical_stops_at_the_end_of_text():
+    """EOS inside an accepted typical run: tokens after it are kept or counted."""
+    target = tiny(vocab_size=5)
+    whole, _ = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.01, 0.1)
+    for eos in set(whole):
+        text, stats = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.01, 0.1, {eos})
+        assert text == whole[:whole.index(eos) + 1] and sum(stats.accepted) == len(text) and stats.stop == "eos"
+
+
+def test_bad_limits_are_refused():
+    """An epsilon or a NaN that accepts everything without a word."""
+    for wrong, name in (((-0.1, 0.3), "epsilon"), ((1.1, 0.3), "epsilon"), ((0.1, -1), "delta"), ((0.1, math.nan), "delta")):
+        with pytest.raises(ValueError, match=name):
+            Typical(Sampler(1.0), *wrong)

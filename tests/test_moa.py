@@ -10,7 +10,7 @@ import moa
 from conftest import Watching
 from model import GPT, GPTConfig, rotate
 from moa import Config, Drafter, Net, guesses, loss
-from train import calibrate
+from plumbing.budget import calibrate
 from tree import Sampler, Tree, cartesian, chain, complete, grow
 
 ABLATIONS = {
@@ -330,7 +330,7 @@ def test_loss_by_hand(options, progress):
 
 
 class Run:
-    """Stands for train.Run: one batch, again and again."""
+    """Stands for plumbing.trainer.Run: one batch, again and again."""
 
     vocab = None
 

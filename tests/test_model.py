@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+import plumbing.checkpoint
+import plumbing.fast
+import plumbing.options
 import model as M
 from conftest import tiny
-from model import GPT, GPTConfig, KVCache, Tokenizer, arg, attend, for_decoding, from_hf, parse, to_hf
+from model import GPT, GPTConfig, KVCache, arg, attend
+from plumbing.fast import for_decoding
+from plumbing.options import parse
+from plumbing.pretrained import from_hf, to_hf
+from plumbing.text import Tokenizer
 from tree import complete, tree_mask
 
 EXACT = dict(atol=1e-10, rtol=1e-10)                                   # float64
@@ -123,8 +130,8 @@ def test_our_own_model_exports():
 def test_rope_of_a_pretrained_model_survives_a_checkpoint(tmp_path):
     """The frequencies live in no tensor and must come back from the config: else a saved model is silently another one."""
     ours, x = from_hf(THEIRS["llama, theta"]()), ids(61, 1, 60)
-    M.save_model(str(tmp_path / "m.safetensors"), ours, Tokenizer([bytes([b]) for b in range(256)]))
-    loaded = M.load_model(str(tmp_path / "m.safetensors"))[0]
+    plumbing.checkpoint.save_model(str(tmp_path / "m.safetensors"), ours, Tokenizer([bytes([b]) for b in range(256)]))
+    loaded = plumbing.checkpoint.load_model(str(tmp_path / "m.safetensors"))[0]
     with torch.no_grad():
         assert (loaded(x)[0] - ours(x)[0]).abs().max() < 1e-4
 
@@ -431,7 +438,7 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
         again = target.state_dict()
         assert again.keys() == state.keys() and all(torch.equal(v, again[k]) for k, v in state.items())
         assert torch.equal(target.lm_head.weight, target.wte.weight) == tied
-        packed.append(isinstance(target.blocks[0].attn.qkv, M.Packed))
+        packed.append(isinstance(target.blocks[0].attn.qkv, plumbing.fast.Packed))
         with torch.inference_mode():                                   # rows apart in memory, one row, none
             for rows in (before.new_ones(3, 2 * C)[:, ::2], before.new_ones(C), before.new_ones(1, 0, C)):
                 assert target.blocks[0].attn.qkv(rows).shape == (*rows.shape[:-1], target.blocks[0].attn.qkv.weight.size(0))
@@ -454,7 +461,7 @@ def tokenizer():
 def saved(tmp_path, tokenizer):
     """-> path of a saved tied backbone, the backbone."""
     target, path = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size), str(tmp_path / "backbone" / "model.safetensors")
-    M.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
+    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
     return path, target
 
 
@@ -476,8 +483,8 @@ def test_save_and_load(style, tied, tmp_path, tokenizer):
     """A tensor or a number of the config that does not come back; a tie lost, or stored twice; another tokenizer."""
     target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0, eps=0.01)
     path = str(tmp_path / "deep" / "er" / "m.safetensors")
-    M.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
-    loaded, again, meta = M.load_model(path)
+    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
+    loaded, again, meta = plumbing.checkpoint.load_model(path)
     assert loaded.cfg == target.cfg and meta["metrics"] == {"val_loss": 3.5} and meta["kind"] == "backbone"
     x = ids(tokenizer.vocab_size, 1, 40)
     assert torch.allclose(loaded(x)[0], target(x)[0], atol=1e-5)       # equal numbers, in another layout
@@ -498,7 +505,7 @@ def test_save_and_load(style, tied, tmp_path, tokenizer):
 
 def test_tie_is_kept_in_training_after_load(saved):
     """A tie that is only a copy of values: one step of training would tear it."""
-    loaded = M.load_model(saved[0])[0]
+    loaded = plumbing.checkpoint.load_model(saved[0])[0]
     for p in loaded.parameters():
         p.requires_grad_(True)
     opt = torch.optim.SGD(loaded.parameters(), lr=1.0)
@@ -511,25 +518,25 @@ def test_tie_is_kept_in_training_after_load(saved):
 def test_fingerprint():
     """A hash that misses a weight, a name or a shape: drafters would accept another backbone."""
     target = tiny()
-    tensors = M.model_tensors(target)
-    first = M.fingerprint(tensors)
-    assert M.fingerprint(M.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
+    tensors = plumbing.checkpoint.model_tensors(target)
+    first = plumbing.checkpoint.fingerprint(tensors)
+    assert plumbing.checkpoint.fingerprint(plumbing.checkpoint.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
     for name, t in tensors.items():
         t.view(-1)[-1] += 1e-9
-        assert M.fingerprint(tensors) != first, name
+        assert plumbing.checkpoint.fingerprint(tensors) != first, name
         t.view(-1)[-1] -= 1e-9
         t.copy_(tiny().state_dict()[name])
-    assert M.fingerprint(tensors) == first
+    assert plumbing.checkpoint.fingerprint(tensors) == first
     w = torch.arange(6.0)
-    prints = {M.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
+    prints = {plumbing.checkpoint.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
     assert len(prints) == 5
 
 
 def test_missing_file(tmp_path, capsys):
     """A traceback where a sentence with the next command is due."""
     path = str(tmp_path / "none.safetensors")
-    refused(capsys, lambda: M.load_model(path), path, "train.py")
-    refused(capsys, lambda: M.load_model(str(tmp_path)), str(tmp_path))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "train.py")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(str(tmp_path)), str(tmp_path))
 
 
 @pytest.mark.parametrize("left", [0, 4, 8, 100, 0.5, 0.999])
@@ -537,7 +544,7 @@ def test_truncated_file(saved, left, capsys):
     """A half-written file read as if whole, or a traceback."""
     path, size = saved[0], os.path.getsize(saved[0])
     os.truncate(path, left if isinstance(left, int) else int(size * left))
-    refused(capsys, lambda: M.load_model(path), path, "broken")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "broken")
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"meta": "not json"}])
@@ -545,35 +552,35 @@ def test_foreign_safetensors_file(tmp_path, metadata, capsys):
     """Somebody else's file taken for ours."""
     path = str(tmp_path / "foreign.safetensors")
     save_file({"w": torch.zeros(3)}, path, metadata=metadata)
-    refused(capsys, lambda: M.load_model(path), path, "not ours")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "not ours")
 
 
 def test_a_text_file_is_no_checkpoint(tmp_path, capsys):
     """A traceback for a file that is not safetensors at all."""
     path = tmp_path / "m.safetensors"
     path.write_text("hello " * 100)
-    refused(capsys, lambda: M.load_model(str(path)), str(path))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(str(path)), str(path))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "backbone (resume)"])
 def test_other_checkpoints_are_no_backbone(saved, kind, capsys):
     """Heads, or the state of an interrupted run, loaded as a backbone."""
     path = saved[0]
-    M.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
-    refused(capsys, lambda: M.load_model(path), path, kind)
+    plumbing.checkpoint.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, kind)
 
 
 def rewrite(path, change):
-    tensors, meta = M.load(path, "", "")
+    tensors, meta = plumbing.checkpoint.load(path, "", "")
     change(tensors, meta)
-    M.save(path, tensors, meta)
+    plumbing.checkpoint.save(path, tensors, meta)
 
 
 @pytest.mark.parametrize("name", ["wte.weight", "norm.weight", "blocks.1.attn.qkv.weight"])
 def test_missing_tensor(saved, name, capsys):
     """Non-strict loading: a model with random weights in one place."""
     rewrite(saved[0], lambda tensors, meta: tensors.pop(name))
-    refused(capsys, lambda: M.load_model(saved[0]), saved[0], name)
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
 
 
 @pytest.mark.parametrize("name", ["blocks.2.norm1.weight", "extra", "lm_head.weight"])
@@ -581,19 +588,19 @@ def test_extra_tensor(saved, name, capsys):
     """A tensor that nobody reads: the file is of another model (lm_head.weight: of an untied one)."""
     shape = (saved[1].cfg.vocab_size, 16)
     rewrite(saved[0], lambda tensors, meta: tensors.update({name: torch.zeros(shape)}))
-    refused(capsys, lambda: M.load_model(saved[0]), saved[0], name)
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
 
 
 def test_misshapen_tensor(saved, capsys):
     """A tensor of another size is named, not thrown as an exception."""
     rewrite(saved[0], lambda tensors, meta: tensors.update({"norm.weight": torch.zeros(17)}))
-    refused(capsys, lambda: M.load_model(saved[0]), saved[0], "norm.weight")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "norm.weight")
 
 
 def test_config_of_another_version(saved, capsys):
     """A config with a field that this version does not know: a traceback instead of a sentence."""
     rewrite(saved[0], lambda tensors, meta: meta["config"].update(dropout=0.1))
-    refused(capsys, lambda: M.load_model(saved[0]), saved[0], "dropout")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "dropout")
 
 
 @pytest.mark.parametrize("broken", ["replace", "save_file", "half", "interrupt"])
@@ -609,22 +616,22 @@ def test_a_failing_save_leaves_the_old_file(saved, tokenizer, broken, monkeypatc
         raise KeyboardInterrupt if broken == "interrupt" else OSError("No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr(*(M.os, "replace", full) if broken == "replace" else (M, "save_file", full))
+        m.setattr(*(os, "replace", full) if broken == "replace" else (plumbing.checkpoint, "save_file", full))
         target.wte.weight.data.add_(1)
-        call = lambda: M.save_model(path, target, tokenizer)
+        call = lambda: plumbing.checkpoint.save_model(path, target, tokenizer)
         if broken == "interrupt":
             with pytest.raises(KeyboardInterrupt):
                 call()
         else:
             refused(capsys, call, path, "No space left")
     assert open(path, "rb").read() == before and sorted(os.listdir(os.path.dirname(path))) == files
-    M.load_model(path)
+    plumbing.checkpoint.load_model(path)
 
 
 def test_save_into_a_folder_that_cannot_be_made(saved, capsys):
     """--out that names a file: a traceback after minutes of training."""
     path = os.path.join(saved[0], "medusa", "model.safetensors")       # below a file
-    refused(capsys, lambda: M.save(path, {"w": torch.zeros(2)}, {}), path)
+    refused(capsys, lambda: plumbing.checkpoint.save(path, {"w": torch.zeros(2)}, {}), path)
 
 
 def test_save_refuses_what_json_cannot_say(saved):
@@ -632,7 +639,7 @@ def test_save_refuses_what_json_cannot_say(saved):
     before = open(saved[0], "rb").read()
     for wrong in (float("nan"), torch.tensor(1.0)):
         with pytest.raises((ValueError, TypeError)):
-            M.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
+            plumbing.checkpoint.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
     assert open(saved[0], "rb").read() == before and len(os.listdir(os.path.dirname(saved[0]))) == 2
 
 
@@ -758,6 +765,6 @@ def test_parse_names_what_a_config_refuses(capsys):
 def test_a_device_that_is_not_there(capsys):
     """Catches a traceback of the library for a device that is misspelt or missing."""
     for name in ("cuda:99", "nonsense"):
-        refused(capsys, lambda: M.pick_device(name), name)
-    assert M.pick_device("cpu") == "cpu"
-    assert M.pick_device() in ("cpu", "cuda", "mps")
+        refused(capsys, lambda: plumbing.options.pick_device(name), name)
+    assert plumbing.options.pick_device("cpu") == "cpu"
+    assert plumbing.options.pick_device() in ("cpu", "cuda", "mps")

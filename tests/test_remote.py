@@ -21,11 +21,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import plumbing.client
+import plumbing.server
+import plumbing.wire
 import sample
 from conftest import tiny
-from model import fingerprint, load, load_model, model_tensors
-from bench import remote as network
-from bench.remote import Client, Refused, Remote, Serve, Server, Unreachable, keep_last, pack, unpack
+from plumbing.checkpoint import fingerprint, load, load_model, model_tensors
+from plumbing.client import Client, Remote, keep_last
+from plumbing.server import Serve, Server
+from plumbing.wire import Refused, Unreachable, pack, unpack
+import moa
 from moa import Drafter
 from test_moa import from_scratch, make_net, random_text
 from tree import Sampler, chain, complete
@@ -48,7 +53,7 @@ def make_pair(tli=1, **options):
     return target, net, part
 
 
-class Faulty(network.Handler):
+class Faulty(plumbing.server.Handler):
     """Does the work, then treats the answer as the next fault says: drop, cut, late, reset, or ok."""
 
     def reply(self, status, body):
@@ -126,7 +131,7 @@ def impatient(monkeypatch):
     """A client whose pauses between its tries are a tenth as long. -> their lengths as they would have been."""
     pauses = []
     shorter = lambda seconds: pauses.append(seconds) or time.sleep(seconds / 10)
-    monkeypatch.setattr(network, "time", types.SimpleNamespace(**{**vars(time), "sleep": shorter}))
+    monkeypatch.setattr(plumbing.client, "time", types.SimpleNamespace(**{**vars(time), "sleep": shorter}))
     return pauses
 
 
@@ -152,7 +157,7 @@ def test_what_is_packed_comes_back(wire, bound):
 def test_extreme_states_stay_finite():
     """Catches an overflow of fp16 and a division by an all-zero vector."""
     x = torch.tensor([[[1e9, -1e9], [0.0, 0.0]]])
-    for wire in network.WIRES:
+    for wire in plumbing.wire.WIRES:
         got = unpack(pack({}, dict(s=x), wire), x)[1]["s"]
         assert got.isfinite().all() and (got[0, 1] == 0).all() and got[0, 0, 0] > 6e4
 
@@ -161,7 +166,7 @@ def test_extreme_states_stay_finite():
 # The same text
 
 @pytest.mark.parametrize("tli, wire, setting", [(tli, wire, list(SETTINGS)[(tli + i) % 3])
-                                                for tli in range(3) for i, wire in enumerate(network.WIRES)])
+                                                for tli in range(3) for i, wire in enumerate(plumbing.wire.WIRES)])
 def test_text_is_plain_decodings(tli, wire, setting):
     """Catches whatever makes the server's choice, its cache, or a position depend on the draft or on the wire."""
     target, net, part = make_pair(tli)
@@ -819,6 +824,14 @@ def run(capsys, *argv):
     return capsys.readouterr()
 
 
+def serve(argv):
+    return plumbing.server.serve(argv, moa)
+
+
+def split(argv):
+    return plumbing.server.split(argv, moa)
+
+
 def refused(capsys, main, *argv):
     with pytest.raises(SystemExit) as e:
         main([str(a) for a in argv])
@@ -830,7 +843,7 @@ def refused(capsys, main, *argv):
 def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
     """Catches commands that do not find each other, and a client that needs more than split gives it."""
     part = str(tmp_path / "client")
-    network.split(["--out", trained, "--to", part])
+    split(["--out", trained, "--to", part])
     assert "the target's parameters" in capsys.readouterr().out
     tensors, meta = load(os.path.join(part, "backbone", "model.safetensors"), "", "")
     full, _ = load(os.path.join(trained, "backbone", "model.safetensors"), "", "")
@@ -850,7 +863,7 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
             assert got.out == want
             assert re.search(r"server: \d+ calls, [\d.]+ tokens each, [\d,]+ bytes up and [\d,]+ down", got.err), got.err
         port = url.rsplit(":", 1)[1]
-        assert "port " + port in refused(capsys, network.serve, "--port", port, "--out", trained)
+        assert "port " + port in refused(capsys, serve, "--port", port, "--out", trained)
         monkeypatch.setenv("NANOSPEC_TOKEN", "")
         assert "bearer token" in refused(capsys, sample.main, "--out", part, "--method", "moa", "--server", url, *args)
     finally:
@@ -860,9 +873,9 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("main, argv, says", [
-    (network.serve, ["--host", "0.0.0.0"], "--token"), (network.serve, ["--host", "example.org"], "--token"),
-    (network.serve, ["--port", "99999"], "99999"),
-    (network.serve, ["--sessions", "0"], "sessions"), (network.serve, ["--checkpoint", "/nonexistent"], "no moa checkpoint"),
+    (serve, ["--host", "0.0.0.0"], "--token"), (serve, ["--host", "example.org"], "--token"),
+    (serve, ["--port", "99999"], "99999"),
+    (serve, ["--sessions", "0"], "sessions"), (serve, ["--checkpoint", "/nonexistent"], "no moa checkpoint"),
     (sample.main, ["--server", "localhost:8765", "--method", "moa"], "http://"),
     (sample.main, ["--server", "http://x:99999", "--method", "moa"], "99999"),
     (sample.main, ["--server", "http://127.0.0.1:1", "--method", "medusa"], "--method moa"),
@@ -885,12 +898,12 @@ def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch
             yield [65]
             self.alone = True
             yield [66]
-            return network.RemoteStats(accepted=[1], offline=[1])
+            return plumbing.client.RemoteStats(accepted=[1], offline=[1])
     _, tokenizer, _ = load_model(os.path.join(trained, "backbone", "model.safetensors"))
     a, b = (tokenizer.decode([i]) for i in (65, 66))
     for terminal, want in ((True, f"{a}\033[2m{b}\033[0m\n"), (False, f"{a}{b}\n")):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-        sample.stream(sample.Options(), None, tokenizer, [0], None, None, Client())
+        sample.stream(sample.Options(), None, tokenizer, [0], None, client=Client())
         assert capsys.readouterr().out == want
 
 

@@ -11,11 +11,13 @@ import sys
 import pytest
 import torch
 
+import plumbing.drafters
 import sample
 import train
-from bench import picture
+from plumbing import picture
 from conftest import tiny
-from model import Packed, for_decoding, load, save
+from plumbing.checkpoint import load, save
+from plumbing.fast import Packed, for_decoding
 from tree import Sampler, Stats, Tree, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -103,7 +105,7 @@ def test_one_different_text_among_all_is_named(trained, capsys, monkeypatch):
 def test_medians_of_rounds_in_turn(capsys, monkeypatch):
     """Catches a ratio of medians (a drifting machine spoils it), methods that do not take turns, and a warm-up that counts."""
     times, asked = {None: [9, 10, 20, 40], "d": [30, 20, 40]}, []      # tokens/s, the warm-up first
-    def complete(target, prompt, n, d, sampler, stops):
+    def complete(target, prompt, n, d, sampler, stops, verify):
         asked.append(d)
         return [1, 2], Stats(accepted=[1, 1], seconds=dict(prompt=0, draft=0, verify=1 / times[d][asked.count(d) - 1], rest=0))
     monkeypatch.setattr(sample, "complete", complete)
@@ -140,8 +142,8 @@ def test_methods_without_a_checkpoint_are_skipped(trained, tmp_path, capsys):
 
 def test_options_of_one_method_reach_it_among_all(trained):
     """Catches options that --method all drops, or hands to a method that has none."""
-    opt = sample.Options(method="all", out=trained, device="cpu", groups=3, depth=2, breadth=2, nodes=9, floor=0.01)
-    drafters = sample.setup(opt)[2]
+    opt = sample.Options(method="all", out=trained, device="cpu", nodes=9, floor=0.01, own=dict(groups=3, depth=2, breadth=2))
+    drafters = plumbing.drafters.setup(opt, train.METHODS)[2]
     assert list(drafters) == list(train.METHODS) and drafters["hidden_transfer"].groups == 3
     assert (drafters["moa"].depth, drafters["moa"].breadth) == (2, 2)
     assert {(d.floor, d.rows) for n, d in drafters.items() if n != "hidden_transfer"} == {(0.01, 9)}
@@ -209,7 +211,7 @@ def test_a_hand_made_picture():
 @pytest.mark.parametrize("method", train.METHODS)
 def test_the_picture_is_a_step_of_the_text(method, tree, trained, capsys):
     """Catches a tree beside the wrong step, marks that are not what the text says, and a picture that changes the text."""
-    target, tokenizer, drafter, _ = sample.setup(sample.Options(method=method, out=trained, device="cpu", tree=tree, nodes="8"))
+    target, tokenizer, drafter, _ = plumbing.drafters.setup(sample.Options(method=method, out=trained, device="cpu", tree=tree, nodes="8"), train.METHODS)
     prompt = tokenizer.start + tokenizer.encode("the cat ")
     for T in (0, 1):
         args = ["--out", trained, "--max-new-tokens", 40, "--prompt", "the cat ", "--temperature", T, "--method", method, "--tree", tree, "--nodes", 8]
@@ -251,7 +253,8 @@ def test_typical_acceptance_is_named_lossy(trained, capsys):
 def test_comparing_typical_acceptance_runs_plain_decoding_exactly(trained, capsys, monkeypatch):
     """Catches a baseline that decodes greedily at T = 1, because it was handed the lossy sampler."""
     seen, real = [], sample.complete
-    monkeypatch.setattr(sample, "complete", lambda t, p, n, d, s, e: seen.append((d is None, s.typical)) or real(t, p, n, d, s, e))
+    monkeypatch.setattr(sample, "complete", lambda t, p, n, d, s, e, v: seen.append(
+        (d is None, v and (v.epsilon, v.delta))) or real(t, p, n, d, s, e, v))
     run(capsys, "--out", trained, "--max-new-tokens", 10, "--prompt", "a", "--temperature", 1, "--accept", "typical", "--compare")
     assert set(seen) == {(True, None), (False, (0.09, 0.3))}
 
@@ -269,7 +272,7 @@ def test_many_byte_characters_come_whole(trained, monkeypatch, capsys):
         stops = {9}
         def decode_bytes(self, ids):
             return b"".join({0: b"a\xe2", 1: b"\x82", 2: b"\xac", 3: b"\xf0\x9f"}[i] for i in ids)
-    sample.stream(sample.Options(), None, Bytes(), [0], None, None)
+    sample.stream(sample.Options(), None, Bytes(), [0], None)
     assert capsys.readouterr().out == "a€\N{REPLACEMENT CHARACTER}\n"
 
 
@@ -350,7 +353,7 @@ def test_bench_of_typical_acceptance(trained, text_file, capsys, monkeypatch):
             typical.main([*argv, *wrong])
         err = capsys.readouterr().err
         assert e.value.code == 2 and says in err and err.count("\n") == 1
-    target, _, _, _ = sample.setup(sample.Options(method="plain", out=trained, device="cpu"))
+    target, _, _, _ = plumbing.drafters.setup(sample.Options(method="plain", out=trained, device="cpu"), train.METHODS)
     logp, greedy = typical.score(target, [5, 6], [7, 8, 9])
     for i, token in enumerate([7, 8, 9]):
         row = target(torch.tensor([[5, 6, 7, 8, 9][:2 + i]]))[0][0, -1].log_softmax(-1)
@@ -399,7 +402,7 @@ def test_compiled_text_is_the_same(method, trained, graphs, monkeypatch, capsys)
     args = ["--out", trained, "--max-new-tokens", 30, "--temperature", 1, "--method", method, "--nodes", 4]
     texts = [run(capsys, *args, "--prompt", prompt).out for prompt in ("the cat ", "a big dog sees the house and ")]
     assert graphs() == 0
-    target, tokenizer, drafter, sampler = sample.setup(sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True))
+    target, tokenizer, drafter, sampler = plumbing.drafters.setup(sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True), train.METHODS)
     made = []
     for text, prompt in zip(texts * 2, ("the cat ", "a big dog sees the house and ") * 2):
         tokens, _ = complete(target, tokenizer.start + tokenizer.encode(prompt), 30, drafter, sampler, tokenizer.stops)

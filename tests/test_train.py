@@ -14,10 +14,16 @@ import pytest
 import torch
 import torch.nn as nn
 
-import model
+import plumbing.budget
+import plumbing.checkpoint
+import plumbing.fast
+import plumbing.text
+import plumbing.trainer
 import train
 from conftest import tiny
-from model import GPT, GPTConfig, Tokenizer, load_file
+from model import GPT, GPTConfig
+from safetensors.torch import load_file
+from plumbing.text import Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = "--n-layer 1 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --batch-size 2 " \
@@ -60,17 +66,17 @@ def test_accumulated_steps_equal_the_big_batch():
 def test_corpus_holds_out_whole_files_and_always_the_same():
     """Catches held-out text that leaks into training, or a split that depends on which other files there are."""
     texts = [(f"dir/file{i}.py", f"text number {i} " * 3) for i in range(400)]
-    a, b = train.Corpus(texts), train.Corpus(texts[100:])
+    a, b = plumbing.text.Corpus(texts), plumbing.text.Corpus(texts[100:])
     assert 2 <= len(a.val_texts) <= 40 and len(a.val_texts) + len(a.train_texts) == 400
     assert not set(a.val_texts) & set(a.train_texts)
     assert set(b.val_texts) == {t for name, t in texts[100:] if t in set(a.val_texts)}
-    alone = train.Corpus([("x", "0123456789" * 20)])
+    alone = plumbing.text.Corpus([("x", "0123456789" * 20)])
     assert alone.train_texts[0] + alone.val_texts[0] == "0123456789" * 20
 
 
 def test_batches_are_a_function_of_the_seed_and_reach_the_last_token(capsys):
     """Catches an exclusive bound taken twice (the last token never drawn), and text shorter than a sequence."""
-    corpus = train.Corpus([("x", "abcdefghij" * 20)]).tokenize(Tokenizer([bytes([i]) for i in range(256)]))
+    corpus = plumbing.text.Corpus([("x", "abcdefghij" * 20)]).tokenize(Tokenizer([bytes([i]) for i in range(256)]))
     assert torch.equal(corpus.batch(7, 4, 16), corpus.batch(7, 4, 16))
     assert not torch.equal(corpus.batch(7, 4, 16), corpus.batch(8, 4, 16))
     corpus.train = torch.arange(17)
@@ -84,18 +90,18 @@ def test_batches_are_a_function_of_the_seed_and_reach_the_last_token(capsys):
 def test_resume_continues_to_the_same_weights(tmp_path, text_file, monkeypatch, capsys):
     """Catches optimiser state, step or batches lost on resume. Ctrl-C in the middle leaves a checkpoint that loads."""
     backbone(tmp_path / "whole", text_file, "--steps", "12")
-    sync, count = train.Run.sync, []
+    sync, count = plumbing.trainer.Run.sync, []
 
     def interrupt(self, *args):
         count.append(1)
         if len(count) == 7:
             os.kill(os.getpid(), signal.SIGINT)
         return sync(self, *args)
-    monkeypatch.setattr(train.Run, "sync", interrupt)
+    monkeypatch.setattr(plumbing.trainer.Run, "sync", interrupt)
     with pytest.raises(SystemExit) as e:
         backbone(tmp_path / "parts", text_file, "--steps", "12")
     assert e.value.code == 130 and len(count) == 7
-    _, _, meta = model.load_model(str(tmp_path / "parts/backbone/model.safetensors"))
+    _, _, meta = plumbing.checkpoint.load_model(str(tmp_path / "parts/backbone/model.safetensors"))
     assert meta["finished"] is False and meta["metrics"]["step"] == 7
     with pytest.raises(SystemExit) as e:                               # other options would make another run of it
         backbone(tmp_path / "parts", text_file, "--steps", "13", "--resume")
@@ -112,13 +118,13 @@ def test_a_drafter_resumes_too(tmp_path, text_file, monkeypatch):
     args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "8", "--batch-size", "2"]
     train.main(args)
     whole = weights(tmp_path, "medusa")
-    sync, count = train.Run.sync, []
+    sync, count = plumbing.trainer.Run.sync, []
 
     def interrupt(self, *a):
         count.append(1)
         self.stop = len(count) == 4
         return sync(self, *a)
-    monkeypatch.setattr(train.Run, "sync", interrupt)
+    monkeypatch.setattr(plumbing.trainer.Run, "sync", interrupt)
     with pytest.raises(SystemExit):
         train.main(args)
     assert not torch.equal(weights(tmp_path, "medusa")["proj.weight"], whole["proj.weight"])
@@ -148,20 +154,20 @@ def test_log_and_side_file_are_plain_json(trained):
     calibration = side["calibration"]
     assert len(calibration["hits"]) == len(calibration["samples"]) == side["config"]["n_heads"]
     assert side["metrics"]["tau"] >= 1
-    assert all(0 <= a <= 1 for row in train.accuracy(calibration) for a in row)
+    assert all(0 <= a <= 1 for row in plumbing.budget.accuracy(calibration) for a in row)
 
 
 def test_a_log_is_read_whatever_happened_to_it(tmp_path):
     """Catches a torn or foreign line that ends in a traceback, and curves of two runs drawn as one."""
-    assert train.read_log(str(tmp_path / "none")) == train.read_log(str(tmp_path)) == []
+    assert plumbing.trainer.read_log(str(tmp_path / "none")) == plumbing.trainer.read_log(str(tmp_path)) == []
     line = lambda step, seconds: json.dumps(dict(step=step, seconds=seconds)).encode()
     for again in ((20, 3.0), (30, 1.9)):                               # another run begins: fewer steps, or less time
         (tmp_path / "log.jsonl").write_bytes(line(20, 2.0) + b"\n" + line(*again))
-        assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=again[0], seconds=again[1])]
+        assert plumbing.trainer.read_log(str(tmp_path / "log.jsonl")) == [dict(step=again[0], seconds=again[1])]
     lines = [line(15, 1.5), b"\xff\x00{", b"7", b"[[]]", b'{"step": "x", "seconds": 1}', b'{"step": Infinity}',
              b"[" * 100_000, b'{"step": 25, "sec' + line(30, 3.0), line(30, 3.0), line(40, 4.0)[:-3]]
     (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
-    assert train.read_log(str(tmp_path / "log.jsonl")) == [dict(step=15, seconds=1.5), dict(step=30, seconds=3.0)]
+    assert plumbing.trainer.read_log(str(tmp_path / "log.jsonl")) == [dict(step=15, seconds=1.5), dict(step=30, seconds=3.0)]
 
 
 def test_a_log_is_of_one_run_whole_or_resumed(tmp_path, text_file, monkeypatch):
@@ -170,8 +176,8 @@ def test_a_log_is_of_one_run_whole_or_resumed(tmp_path, text_file, monkeypatch):
     for _ in range(2):
         backbone(tmp_path / "whole", text_file, "--steps", "10")
         assert steps("whole") == list(range(1, 11))
-    sync, count = train.Run.sync, []
-    monkeypatch.setattr(train.Run, "sync", lambda self, *a: (count.append(1), setattr(self, "stop", len(count) == 4), sync(self, *a)))
+    sync, count = plumbing.trainer.Run.sync, []
+    monkeypatch.setattr(plumbing.trainer.Run, "sync", lambda self, *a: (count.append(1), setattr(self, "stop", len(count) == 4), sync(self, *a)))
     with pytest.raises(SystemExit):
         backbone(tmp_path / "parts", text_file, "--steps", "10")
     with open(tmp_path / "parts/backbone/log.jsonl", "a") as f:        # killed between an evaluation and its checkpoint, then torn
@@ -220,7 +226,7 @@ def test_remembered_states_are_the_targets():
     hidden, forwards = target.hidden, []
     target.hidden = lambda x, *a, **o: forwards.append(len(x)) or hidden(x, *a, **o)
     for room, kept, expected in ((1e9, 5, 5), (3.5 * 12 * 16 * 2, 3, 3 + 8), (0, 0, 21)):
-        forwards, memory = [], train.Remember(target, room)
+        forwards, memory = [], plumbing.fast.Remember(target, room)
         for order in ([4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]):
             x = texts[order]
             torch.testing.assert_close(memory(x), hidden(x).bfloat16().double(), rtol=0, atol=0)
@@ -231,7 +237,7 @@ def test_remembered_states_are_the_targets():
 
 def test_aligned_batches_lie_side_by_side():
     """Catches sequences that never come again, and an end of the text that is never or wrongly drawn."""
-    corpus = train.Corpus([("a", "x" * 20), ("b", "y")])
+    corpus = plumbing.text.Corpus([("a", "x" * 20), ("b", "y")])
     corpus.train = torch.arange(47)
     for aligned, starts in ((True, set(range(0, 40, 10))), (False, set(range(38)))):
         corpus.aligned = aligned
@@ -248,7 +254,7 @@ def test_calibration_counts_by_hand():
                 truth = x[:, k + 1:].flatten()
                 yield nn.functional.one_hot(truth + (k == 2), 8).float(), truth, None   # head 2 is always one off
     x = torch.arange(6).view(1, 6)
-    c = train.calibrate(Method, None, None, [x, x], ranks=3)
+    c = plumbing.budget.calibrate(Method, None, None, [x, x], ranks=3)
     assert c["samples"] == [8, 6] and c["hits"][0] == [8, 0, 0] and c["hits"][1][0] == 0
 
 
@@ -272,7 +278,7 @@ def test_texts_that_cannot_be_read(tmp_path, capsys):
     for name in ("binary", "latin", "empty"):
         assert "no readable UTF-8 text" in refused(capsys, "--data", tmp_path / name, "--out", tmp_path / "out")
     (tmp_path / "good").write_text("good text " * 50)
-    assert [name for name, _ in train.read_texts(str(tmp_path))] == ["good"]
+    assert [name for name, _ in plumbing.text.read_texts(str(tmp_path))] == ["good"]
     assert "2 of 4 files" in capsys.readouterr().out
     assert "give more --data" in refused(capsys, "--method", "backbone", "--data", tmp_path / "good", "--out", tmp_path / "out")
 
@@ -306,9 +312,9 @@ def test_two_processes_train_one_model(tmp_path, text_file):
                 os.dup2(os.open(tmp_path / f"printed{i}", os.O_CREAT | os.O_WRONLY), 1)
                 sys.stdout = open(1, "w", closefd=False)
                 os.environ |= dict(RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                train.tqdm.set_lock(threading.RLock())                 # its own is shared with the parent
-                sync = train.Run.sync
-                train.Run.sync = lambda self, module, loss: (sync(self, module, loss), print(
+                plumbing.trainer.tqdm.set_lock(threading.RLock())                 # its own is shared with the parent
+                sync = plumbing.trainer.Run.sync
+                plumbing.trainer.Run.sync = lambda self, module, loss: (sync(self, module, loss), print(
                     "gradient", sum(p.grad.double().abs().sum().item() for p in module.parameters())))
                 backbone(tmp_path, text_file, "--steps", "4")
                 sys.stdout.flush()
@@ -341,7 +347,7 @@ def test_gradients_are_averaged_over_processes(monkeypatch):
     net(torch.ones(1, 3)).sum().mul(0.01).backward()
     before = [p.grad.clone() for p in net.parameters()]
     monkeypatch.setattr(train.dist, "all_reduce", lambda t: t.mul_(2))
-    run = train.Run.__new__(train.Run)
+    run = plumbing.trainer.Run.__new__(plumbing.trainer.Run)
     run.world, run.seen = 2, []
     run.sync(net, torch.tensor(1.0))
     assert all(torch.allclose(p.grad, b) for p, b in zip(net.parameters(), before))
@@ -373,9 +379,9 @@ def test_a_drafter_starts_from_another(kind, trained, tmp_path, text_file, capsy
     new, old = weights(tmp_path, kind), weights(trained, kind)
     moved = [k for k in old if not torch.equal(old[k], new[k])]
     assert all(torch.allclose(old[k], new[k], atol=1e-6) for k in old) and moved, "one step of almost nothing"
-    meta = model.load(str(tmp_path / kind / "model.safetensors"), "", "")[1]
-    before = model.load(os.path.join(trained, kind, "model.safetensors"), "", "")[1]
-    assert meta["init"] == {"checkpoint": model.fingerprint(old), "metrics": before["metrics"]}
+    meta = plumbing.checkpoint.load(str(tmp_path / kind / "model.safetensors"), "", "")[1]
+    before = plumbing.checkpoint.load(os.path.join(trained, kind, "model.safetensors"), "", "")[1]
+    assert meta["init"] == {"checkpoint": plumbing.checkpoint.fingerprint(old), "metrics": before["metrics"]}
     if kind != "medusa":
         return
     train.main([*args, "--draft-vocab", "100"])
@@ -411,9 +417,9 @@ def test_half_checkpoints_are_half_as_large_and_fit_each_other(tmp_path, text_fi
     out = str(tmp_path)
     backbone(out, text_file, "--half", "--steps", "3")
     train.main(["--method", "medusa", "--out", out, "--data", text_file, "--steps", "2", "--batch-size", "2", "--half"])
-    target, _, _ = model.load_model(f"{out}/backbone/model.safetensors")
+    target, _, _ = plumbing.checkpoint.load_model(f"{out}/backbone/model.safetensors")
     assert {v.dtype for v in weights(out).values()} == {torch.bfloat16} and target.wte.weight.dtype == torch.float32
-    assert model.load(f"{out}/medusa/model.safetensors", "", "")[1]["backbone"] == target.fingerprint
+    assert plumbing.checkpoint.load(f"{out}/medusa/model.safetensors", "", "")[1]["backbone"] == target.fingerprint
 
 
 def test_a_run_killed_before_its_calibration_is_not_finished(tmp_path, text_file, monkeypatch):
@@ -428,7 +434,7 @@ def test_a_run_killed_before_its_calibration_is_not_finished(tmp_path, text_file
         train.main(args)
     trained = weights(tmp_path, "medusa")
     train.main(args + ["--resume"])
-    _, meta = model.load(f"{tmp_path}/medusa/model.safetensors", "", "")
+    _, meta = plumbing.checkpoint.load(f"{tmp_path}/medusa/model.safetensors", "", "")
     assert meta["finished"] and meta["calibration"] and "seconds" in meta["metrics"] and meta["metrics"]["step"] == 3
     assert all(torch.equal(v, trained[k]) for k, v in weights(tmp_path, "medusa").items())
 
@@ -438,7 +444,7 @@ def test_an_interrupted_drafter_knows_its_backbone(tmp_path, text_file, monkeypa
     backbone(tmp_path, text_file, "--steps", "3")
     args = ["--method", "medusa", "--out", str(tmp_path), "--data", text_file, "--device", "cpu", "--steps", "8", "--batch-size", "2"]
     with monkeypatch.context() as m, pytest.raises(SystemExit):
-        m.setattr(train.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
+        m.setattr(plumbing.trainer.Run, "sync", lambda self, *_: setattr(self, "stop", True) or self.seen.append(torch.zeros(())))
         train.main(args)
     backbone(tmp_path, text_file, "--steps", "4")
     capsys.readouterr()

@@ -5,20 +5,22 @@ import os
 
 import pytest
 
+import plumbing.drafters
 import sample
 import train
-from model import for_decoding, load, load_model
-from train import METHODS, mean_tau                                    # the real one: conftest's has fewer prompts
+from plumbing.checkpoint import load, load_model
+from plumbing.fast import for_decoding
+from train import METHODS, mean_tau  # the real one: conftest's has fewer prompts
 from tree import complete
 
-with open(os.path.join(sample.WEIGHTS, "manifest.json"), encoding="utf-8") as f:
+with open(os.path.join(plumbing.drafters.WEIGHTS, "manifest.json"), encoding="utf-8") as f:
     MANIFEST = json.load(f)
 
 
 def test_nothing_is_missing_or_too_much():
     """Catches a file that the manifest does not know, one that is not there, and a folder that grows."""
-    there = {os.path.relpath(os.path.join(folder, name), sample.WEIGHTS).replace(os.sep, "/")
-             for folder, _, names in os.walk(sample.WEIGHTS) for name in names if name.endswith(".safetensors")}
+    there = {os.path.relpath(os.path.join(folder, name), plumbing.drafters.WEIGHTS).replace(os.sep, "/")
+             for folder, _, names in os.walk(plumbing.drafters.WEIGHTS) for name in names if name.endswith(".safetensors")}
     assert there == set(MANIFEST["files"]) and {f"{m}/model.safetensors" for m in ("backbone", *METHODS)} <= there
     assert sum(entry["bytes"] for entry in MANIFEST["files"].values()) < 50e6
 
@@ -26,16 +28,16 @@ def test_nothing_is_missing_or_too_much():
 @pytest.mark.parametrize("path", MANIFEST["files"])
 def test_hashes(path):
     """Catches a file that was changed, or whose entry was forgotten."""
-    with open(os.path.join(sample.WEIGHTS, path), "rb") as f:
+    with open(os.path.join(plumbing.drafters.WEIGHTS, path), "rb") as f:
         assert hashlib.sha256(f.read()).hexdigest() == MANIFEST["files"][path]["sha256"]
-    _, meta = load(os.path.join(sample.WEIGHTS, path), "", "")
+    _, meta = load(os.path.join(plumbing.drafters.WEIGHTS, path), "", "")
     assert meta["kind"] == path.split("/")[-2] and meta["finished"]
 
 
 @pytest.fixture(scope="module")
 def plain():
     """The backbone, and what it writes after the first prompt."""
-    target = for_decoding(load_model(os.path.join(sample.WEIGHTS, "backbone", "model.safetensors"))[0])
+    target = for_decoding(load_model(os.path.join(plumbing.drafters.WEIGHTS, "backbone", "model.safetensors"))[0])
     return target, complete(target, MANIFEST["prompts"][0], MANIFEST["new_tokens"])[0]
 
 
@@ -43,8 +45,9 @@ def plain():
 def test_taus(method, plain, monkeypatch):
     """Catches weights that no longer fit the code: another tau, or another text, on the manifest's prompts."""
     target, text = plain
-    depth = 4 if method == "moa" else 0                                # the manifest's trees have all levels
-    drafter = sample.load_drafter(sample.Options(method=method, out=sample.WEIGHTS, nodes=MANIFEST["nodes"], depth=depth), target)
+    own = dict(depth=4) if method == "moa" else {}                     # the manifest's trees have all levels
+    opt = sample.Options(method=method, out=plumbing.drafters.WEIGHTS, nodes=MANIFEST["nodes"])
+    drafter = plumbing.drafters.load_drafter(opt, target, METHODS[method], own=own)
     texts = []
     monkeypatch.setattr(train, "complete", lambda *args: texts.append(complete(*args)) or texts[-1])
     tau = mean_tau(target, drafter, MANIFEST["prompts"], MANIFEST["new_tokens"])
@@ -55,7 +58,7 @@ def test_taus(method, plain, monkeypatch):
 def test_own_training_comes_first(tmp_path, monkeypatch):
     """Catches weights/ in the way of what the user has trained, and a fresh clone without anything to run."""
     monkeypatch.chdir(tmp_path)
-    assert sample.checkpoints(sample.Options()) == sample.WEIGHTS
-    assert sample.checkpoints(sample.Options(out="elsewhere")) == "elsewhere"
+    assert plumbing.drafters.checkpoints(sample.Options()) == plumbing.drafters.WEIGHTS
+    assert plumbing.drafters.checkpoints(sample.Options(out="elsewhere")) == "elsewhere"
     (tmp_path / "out" / "backbone").mkdir(parents=True)
-    assert sample.checkpoints(sample.Options()) == "out"
+    assert plumbing.drafters.checkpoints(sample.Options()) == "out"

@@ -16,80 +16,29 @@ Idea     Two calls, JSON up, safetensors down:
          with the text that it has shown by then, and the server goes on behind it with the cache rows that still hold.
 """
 import hmac
-import http.client
 import http.server
 import ipaddress
 import json
 import math
 import os
 import re
-import secrets
 import socket
-import struct
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
-import safetensors.torch
 import torch
 
-from model import DTYPES, arg, command, fail, load, model_tensors, parse, save
-from tree import Sampler, Stats, Tree, tree_mask, walk
+from model import arg
+from tree import Sampler, Tree, tree_mask, walk
+from plumbing.checkpoint import load, model_tensors, save
+from plumbing.client import keep_last
+from plumbing.drafters import load_net, load_target
+from plumbing.options import DTYPES, OUT, command, fail, parse
+from plumbing.wire import WIRES, Refused, check, pack, whole
 
-WIRES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
-
-
-class Refused(Exception):
-    """What the server says to a request that it will not serve: an HTTP status and a line."""
-
-    def __init__(self, status, message):
-        super().__init__(message)
-        self.status = status
-
-
-class Unreachable(Exception):
-    """No answer, and no way to go on without one."""
-
-
-def check(ok, message, status=400):
-    if not ok:
-        raise Refused(status, message)
-
-
-def whole(x, low, high):
-    """Is x a list of ints in low .. high - 1? JSON's true is none."""
-    return type(x) is list and all(type(i) is int and low <= i < high for i in x)
-
-
-def pack(answer, tensors, wire):
-    """A dict of plain JSON types and named tensors -> bytes. int8 has a scale for every vector (last dimension)."""
-    out, dtype = {}, WIRES[wire]
-    for name, x in tensors.items():
-        x = x.float()
-        if wire == "int8":
-            scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-            out[name + ".scale"], x = scale.contiguous(), (x / scale).round()
-        else:
-            x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-        out[name] = x.to(dtype).contiguous()
-    return safetensors.torch.save(out, {"answer": json.dumps(answer)})
-
-
-def unpack(data, like):
-    """What pack wrote -> the dict, and the tensors in the dtype and on the device of like."""
-    n, = struct.unpack("<Q", data[:8])
-    answer = json.loads(json.loads(data[8:8 + n])["__metadata__"]["answer"])
-    raw = {name: x.to(like.device) for name, x in safetensors.torch.load(data).items()}
-    return answer, {name: (x.float() * raw.get(name + ".scale", 1.0)).to(like.dtype) for name, x in raw.items()
-                    if not name.endswith(".scale")}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Server
 
 @dataclass
 class Serve:
@@ -103,10 +52,11 @@ class Serve:
     nodes: int = arg(128, "most nodes of a tree, root included", low=1, high=4096)
     connections: int = arg(64, "connections at a time", low=1)
     timeout: float = arg(20.0, "seconds for a request to come in, or for an answer to be taken", low=0.05)
-    out: str = arg("out", "folder of checkpoints, as train.py wrote it")
+    out: str = arg(OUT, "folder of checkpoints, as train.py wrote it")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
     dtype: str = arg("auto", "of the weights; auto = float32 on a CPU, bfloat16 on a GPU", choices=DTYPES)
+    method, backbone, compile = "moa", "", False                      # no options: this is MoA's server
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -316,7 +266,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST
 
 
-def serve(argv):
+def serve(argv, method):
     """python moa.py serve"""
     opt, = parse(Serve, argv=argv)
     opt.token = opt.token or os.environ.get("NANOSPEC_TOKEN", "")
@@ -326,246 +276,40 @@ def serve(argv):
         local = False
     if not local and not opt.token:
         fail(f"--host {opt.host} may be reached by others: give --token (or NANOSPEC_TOKEN), or leave --host out")
-    import sample                                                      # not above: it imports this file
-    common = {k: getattr(opt, k) for k in ("out", "checkpoint", "device", "dtype")}
-    target, _, drafter, _ = sample.setup(sample.Options(method="moa", **common))
+    target, _ = load_target(opt)
+    net = load_net(opt, target, method)
     try:
-        server = Server(target, drafter.net, opt)
+        server = Server(target, net, opt)
     except (OSError, OverflowError) as e:
         fail(f"cannot listen on {opt.host} port {opt.port} ({getattr(e, 'strerror', 0) or e}): name another --port or --host")
     print(f"serving {opt.out} at http://{server.server_address[0]}:{server.server_port}", flush=True)
     server.serve_forever()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Client
-
 @dataclass
 class Split:
     """Write what a client needs of --out and no more: embeddings, lm_head, the target's last N layers, and the drafter."""
     to: str = arg("out/client", "folder for it; give it to sample.py as --out")
-    out: str = arg("out", "folder of checkpoints, as train.py wrote it")
+    out: str = arg(OUT, "folder of checkpoints, as train.py wrote it")
+    method, backbone, checkpoint, compile, device, dtype = "moa", "", "", False, "cpu", "float32"      # no options
 
 
-def split(argv):
+def split(argv, method):
     """python moa.py split"""
     opt, = parse(Split, argv=argv)
-    import sample
-    opt, to = sample.Options(method="moa", out=opt.out, device="cpu", dtype="float32"), opt.to
-    target, tokenizer, _, _ = sample.setup(opt, remote=True)
+    target, tokenizer = load_target(opt)
+    net, to = load_net(opt, target, method), opt.to
+    keep_last(target, net.cfg.tli)
     save(os.path.join(to, "backbone", "model.safetensors"), model_tensors(target),
          {"kind": "client", "config": asdict(replace(target.cfg, n_layer=len(target.blocks))), "tokenizer": tokenizer.to_dict(),
           "fingerprint": target.fingerprint})
-    save(os.path.join(to, "moa", "model.safetensors"), *load(os.path.join(sample.checkpoints(opt), "moa", "model.safetensors"), "", ""))
+    save(os.path.join(to, "moa", "model.safetensors"), *load(net.path, "", ""))
     print(f"{sum(map(torch.numel, model_tensors(target).values())):,} of the target's parameters and the drafter -> {to}")
 
 
-def keep_last(target, N):
-    """The target as a client has it: no layers but the last N."""
-    del target.blocks[:len(target.blocks) - N]
-
-
-@dataclass
-class Remote:
-    """The line to a server."""
-    server: str = arg("", "let python moa.py serve verify, at this address (http://host:port); empty = all on this machine")
-    token: str = arg("", "the server's token; empty = $NANOSPEC_TOKEN, if that is set")
-    wire: str = arg("float16", "how states come down; int8 has a scale for every vector", choices=list(WIRES))
-    timeout: float = arg(5.0, "seconds to wait for the server before trying again", low=0.01)
-    retries: int = arg(3, "how often to try again before going on alone; each pause is twice the last")
-    offline_limit: int = arg(128, "tokens to write without the server, one after the other, before giving up")
-    probe: float = arg(1.0, "seconds between looks whether a lost server is back", low=0.01)
-    rtt_ms: float = arg(0.0, "simulated network: milliseconds added to a round trip")
-    mbit: float = arg(0.0, "simulated network: megabits per second each way (0 = no limit)")
-
-
-@dataclass
-class RemoteStats(Stats):
-    """Stats of a text verified by a server. Tokens written without it are in offline, and in no count of accepted ones."""
-    offline: list = field(default_factory=list)                        # their places in what was written, from 0
-    calls: int = 0                                                     # requests sent, repeated ones too
-    up: int = 0                                                        # bytes, headers too
-    down: int = 0
-    waiting: float = 0.0                                               # seconds
-
-
-# what a line can do to an exchange: no answer, half an answer, another's answer
-FAULTS = (OSError, http.client.HTTPException, safetensors.SafetensorError, struct.error, ValueError, KeyError, TypeError)
-
-
-class Client:
-    """Decodes with a server's target. alone: was the last step written without it?"""
-
-    def __init__(self, opt):
-        url = urlsplit(opt.server)
-        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.port == 0:        # or it raises
-            raise ValueError(f"--server must look like http://127.0.0.1:8765, not {opt.server!r}")
-        self.opt, self.url, self.line, self.alone = opt, url, None, False
-        token = opt.token or os.environ.get("NANOSPEC_TOKEN", "")
-        self.headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
-
-    def connect(self):
-        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
-        return kind(self.url.hostname, self.url.port, timeout=self.opt.timeout)
-
-    def travel(self, n):
-        """What n bytes more cost on the simulated network."""
-        time.sleep(8e-6 * n / self.opt.mbit if self.opt.mbit else 0)
-
-    def exchange(self, path, body):
-        """One request on the line at hand -> status, bytes."""
-        stats, half = self.stats, self.opt.rtt_ms / 2000
-        if self.line is None:
-            self.line = self.connect()
-            send = self.line.send
-            def counted(data):
-                stats.up += len(data)
-                self.travel(len(data))
-                send(data)
-            self.line.send = counted
-            time.sleep(2 * half)                                       # a handshake
-        stats.calls += 1
-        time.sleep(half)
-        self.line.request("POST", path, body, self.headers)
-        r = self.line.getresponse()
-        data = r.read()
-        n = len(data) + sum(len(k) + len(v) + 4 for k, v in r.headers.items()) + len(r.reason) + 17        # and the status line
-        stats.down += n
-        self.travel(n)
-        time.sleep(half)
-        return r.status, data
-
-    def call(self, path, message, like, tries):
-        """-> answer and tensors. Raises Refused for a 4xx, and Unreachable if no try brought an answer."""
-        body, start = json.dumps(message).encode(), time.perf_counter()
-        try:
-            for i in range(tries):
-                if i:
-                    time.sleep(min(0.1 * 2**i, 5.0))
-                try:
-                    status, data = self.exchange(path, body)
-                    if status == 200:
-                        return unpack(data, like)
-                    error = json.loads(data)["error"]
-                    if status < 500 and status not in (408, 429):
-                        raise Refused(status, f"the server refuses: {error}")
-                except FAULTS as e:
-                    error = str(e) or type(e).__name__
-                self.hang_up()
-            raise Unreachable(f"no answer from {self.opt.server} after {tries} tries ({error})")
-        finally:
-            self.stats.waiting += time.perf_counter() - start
-
-    def hang_up(self):
-        if self.line:
-            self.line.close()
-        self.line = None
-
-    def watch(self):
-        """-> an event that is set once the server answers again. A thread looks now and then; no token waits for it."""
-        back = threading.Event()
-        def look():
-            while not back.wait(self.opt.probe):
-                line = self.connect()
-                try:
-                    line.request("GET", "/", headers=self.headers)
-                    line.getresponse().read()
-                    back.set()
-                except FAULTS:
-                    pass
-                finally:
-                    line.close()
-        threading.Thread(target=look, daemon=True).start()
-        return back
-
-    @torch.inference_mode()
-    def generate(self, target, prompt, max_new_tokens, drafter=None, sampler=None, eos=()):
-        """
-        tree.generate with the server's target; of target here only embeddings, lm_head and the last N layers are used. Same
-        text, as long as the server answers. Without it the drafter writes on by itself, at most opt.offline_limit tokens at
-        a stretch; what was shown stays, and the server takes it as given when it is back. Returns RemoteStats.
-
-        Raises ValueError as generate, Refused, and Unreachable if the server is lost for longer than that.
-        """
-        block, opt, sampler = target.cfg.block_size, self.opt, sampler or Sampler()
-        if not 0 < len(prompt) < block:
-            raise ValueError(f"the prompt has {len(prompt)} tokens: it must have some, and leave room in a context of {block}")
-        left = min(max_new_tokens, block - len(prompt))
-        stats = self.stats = RemoteStats(stop="budget" if max_new_tokens <= block - len(prompt) else "context")
-        text, like, known = list(prompt), target.wte.weight, 0         # known: tokens whose states are here
-        live, back, alone = False, None, 0                             # live: the server has text[:known], the root is behind it
-        session = dict(session=secrets.token_hex(16), backbone=target.fingerprint, max_len=len(prompt) + left,
-                       drafter=drafter and drafter.net.fingerprint, wire=opt.wire,
-                       **{k: getattr(sampler, k) for k in ("temperature", "top_k", "top_p", "seed")})
-        if drafter:
-            drafter.start(target, len(prompt) + left)
-        clock = time.perf_counter()
-        def lap(what):
-            nonlocal clock
-            clock, before = time.perf_counter(), clock
-            stats.seconds[what] += clock - before
-
-        try:
-            while left and stats.stop != "eos":
-                self.alone = False
-                try:
-                    if live:
-                        tree = drafter.draft(text[-1], sampler).cut(left - 1) if drafter else Tree([text[-1]], [-1])
-                        lap("draft")
-                        message = dict(session=session["session"], length=known, tokens=tree.tokens, parent=tree.parent)
-                        answer, states = self.call("/verify", message, like, 1 + opt.retries)
-                        new = [tree.tokens[i] for i in answer["path"]]
-                    elif back and not back.is_set() and alone < opt.offline_limit:
-                        raise Unreachable
-                    else:
-                        patient = back is None or alone == opt.offline_limit
-                        message = session | dict(text=text, have=known)
-                        answer, states = self.call("/open", message, like, 1 + opt.retries * patient)
-                        new = text[known:]
-                    if drafter:
-                        drafter.receive(new, states["s"], states["k"], states["v"])
-                    out = (new[1:] if live else []) + [answer["bonus"]]
-                    if back:
-                        back.set()                                     # nobody need look any longer
-                    known, live, back, alone = known + len(new), True, None, 0
-                except Refused as e:
-                    if live and e.status in (404, 409):                # evicted, restarted, or gone on without us: open again
-                        live = False
-                        continue
-                    raise
-                except Unreachable as e:
-                    if not known or not drafter or alone == opt.offline_limit:
-                        raise Unreachable(f"{e}; {alone} tokens were written without it, --offline-limit allows no more"
-                                          if known and drafter else str(e)) from None
-                    live, self.alone, alone = False, True, alone + 1
-                    back = self.watch() if back is None or back.is_set() else back
-                    out = sampler.choose(drafter.alone(text[known:]), [len(text)])
-                end = next((i + 1 for i, token in enumerate(out) if token in eos), 0)
-                out = out[:end or None]
-                stats.stop = "eos" if end else stats.stop
-                if self.alone:
-                    stats.offline.append(len(text) - len(prompt))
-                else:
-                    stats.accepted.append(len(out))
-                text += out
-                left -= len(out)
-                sampler.forget(len(text) - 1)
-                lap("rest" if self.alone else "verify" if len(stats.accepted) > 1 else "prompt")
-                yield out
-                clock = time.perf_counter()                            # what the caller did meanwhile is not ours
-            return stats
-        finally:
-            self.hang_up()
-            if back:
-                back.set()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Main
-
-def main(argv):
-    """What follows python moa.py."""
+def main(argv, method):
+    """What follows python moa.py, whose module method is."""
     commands = {"serve": serve, "split": split}
     if argv[0] not in commands:
         fail(f"python moa.py takes nothing (a self-check), serve or split, not {argv[0]}")
-    return command(commands[argv[0]], argv[1:])
+    return command(commands[argv[0]], argv[1:], method)

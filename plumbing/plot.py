@@ -1,14 +1,17 @@
 r"""
-Training curves from the log.jsonl of each: python train.py --plot, or python bench/plot.py --out out, which trains nothing.
+Training curves from the log.jsonl of each: python train.py --plot, or python plumbing/plot.py --out out, which trains nothing.
 
 Backbone: loss in bits a character. Drafters: how often the best guess for each draft position is right. Over minutes of training.
 """
+import glob
 import os
 import sys
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from model import arg, command, fail, parse
+from model import arg
+from plumbing.options import OUT, command, fail, parse
+from plumbing.trainer import read_log
 
 try:
     import matplotlib
@@ -21,13 +24,14 @@ except ImportError:
 @dataclass
 class Options:
     """Draw the training curves of a folder of checkpoints to OUT/training.png."""
-    out: str = arg("out", "folder of checkpoints and logs")
+    out: str = arg(OUT, "folder of checkpoints and logs")
 
 
 def draw(out):
     """OUT/medusa/log.jsonl, ... -> OUT/training.png: a panel a training. Ends with a message if there is none or it cannot be written."""
-    from train import METHODS, read_log
-    logs = {kind: log for kind in ("backbone", *METHODS) if (log := read_log(os.path.join(out, kind, "log.jsonl")))}
+    kinds = [os.path.basename(os.path.dirname(path)) for path in sorted(glob.glob(os.path.join(glob.escape(out), "*", "log.jsonl")))]
+    kinds.sort(key=lambda kind: kind != "backbone")                    # it comes first
+    logs = {kind: log for kind in kinds if (log := read_log(os.path.join(out, kind, "log.jsonl")))}
     if not logs:
         fail(f"there is no log of a training in {out}: run python train.py --out {out}")
     rows, columns, K = -(-len(logs) // 3), min(3, len(logs)), max(len(log[-1].get("top1", ())) for log in logs.values())

@@ -1,0 +1,126 @@
+"""
+Checkpoints: tensors in safetensors, everything else as JSON in the same file's header (and beside it, to be read).
+"""
+import glob
+import hashlib
+import json
+import os
+import platform
+import struct
+import subprocess
+from dataclasses import asdict
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+import torch
+
+from model import GPT, GPTConfig
+from plumbing.options import fail
+from plumbing.text import Tokenizer
+
+
+# what a file can raise that is damaged, of another version, or somebody else's
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError, OSError, SafetensorError)
+
+
+def versions():
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                            cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+    return {"torch": torch.__version__, "python": platform.python_version(), "commit": commit}
+
+
+def out_folder(out, backbone):
+    """Where drafters of --backbone live: OUT for our own, OUT/gpt2, OUT/smollm2, ... for a pretrained one."""
+    return os.path.join(out, os.path.basename(os.path.normpath(backbone)).removesuffix(".gguf")) if backbone else out
+
+
+def fingerprint(tensors):
+    """A short hash of named tensors: a drafter's checkpoint carries the one of its target."""
+    h = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        h.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        h.update(t.view(-1).view(torch.uint8).numpy())
+    return h.hexdigest()[:16]
+
+
+def save(path, tensors, meta, half=False):
+    """
+    Write tensors (in bfloat16 if half) and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
+    whole: a killed run leaves the old file. The .json beside it is a copy for people, never read back.
+    """
+    text = json.dumps(meta, allow_nan=False)
+    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    if half:
+        tensors = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
+    tmp = f"{path}.tmp{os.getpid()}"
+    if os.path.exists(path) and not os.path.isfile(path):
+        fail(f"cannot write {path}: it is there already, and is no file")
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed while it wrote
+            os.remove(left)
+        save_file(tensors, tmp, metadata={"meta": text})
+        os.replace(tmp, path)
+        with open(tmp, "w") as f:
+            f.write(json.dumps({k: v for k, v in meta.items() if k != "tokenizer"}, indent=1) + "\n")
+        os.replace(tmp, os.path.splitext(path)[0] + ".json")
+    except (OSError, SafetensorError) as e:
+        fail(f"cannot write {path}: {e}")
+    finally:
+        if os.path.exists(tmp):
+            os.remove(tmp)
+
+
+def load(path, what, hint):
+    """-> (tensors, meta) of a file written by save. what and hint complete the message when there is none or it is broken."""
+    if not os.path.isfile(path):
+        fail(f"no {what} in {path}: {hint}")
+    try:
+        tensors = load_file(path)
+        with open(path, "rb") as f:
+            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        return tensors, dict(json.loads(header["__metadata__"]["meta"]))
+    except DAMAGED as e:
+        fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
+
+
+def load_weights(module, tensors, path, own=None):
+    """Strict: missing, foreign or misshapen tensors are an error that names them."""
+    own = {k: v.shape for k, v in (module.state_dict() if own is None else own).items()}
+    wrong = sorted(k for k in own.keys() | tensors.keys() if k not in tensors or k not in own or own[k] != tensors[k].shape)
+    if wrong:
+        k = wrong[0]
+        state = "is missing" if k not in tensors else "is foreign" if k not in own else "has another shape"
+        fail(f"{path} does not fit: {k} {state} ({len(wrong)} tensors differ); train it again or name another checkpoint")
+    module.load_state_dict(tensors, strict=False)                      # a tied lm_head is not in own, but in module
+    return module
+
+
+def model_tensors(model):
+    """The state of a GPT, a tied lm_head stored once."""
+    return {k: v for k, v in model.state_dict().items() if not (model.cfg.tied and k == "lm_head.weight")}
+
+
+def save_model(path, model, tokenizer, half=False, **meta):
+    """Write a backbone, in bfloat16 if half. Sets model.fingerprint to that of the weights as they will be loaded."""
+    if model.scaled:
+        fail("a model with scaled rotary frequencies cannot be saved")
+    tensors = model_tensors(model)
+    model.fingerprint = fingerprint({k: v.bfloat16().to(v.dtype) if half else v for k, v in tensors.items()})
+    save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta}, half)
+
+
+def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
+    """-> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or none of kinds (client: moa.py split)."""
+    tensors, meta = load(path, "backbone", "run python train.py --method backbone")
+    if meta.get("kind") not in kinds:
+        fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
+    try:
+        model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
+    except DAMAGED as e:
+        fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
+    load_weights(model, tensors, path, model_tensors(model))
+    whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole
+    model.fingerprint = fingerprint(model_tensors(model)) if whole else meta["fingerprint"]
+    return model.to(device, dtype).eval().requires_grad_(False), tokenizer, meta

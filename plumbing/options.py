@@ -1,0 +1,142 @@
+"""
+What every program shares with its user: options, error lines, devices, and what is printed by which process.
+"""
+import argparse
+import itertools
+import math
+import os
+import re
+import sys
+from dataclasses import fields
+
+from tqdm import tqdm
+import torch
+
+from tree import cartesian, chain, grow
+
+
+OUT = "out"                                                            # the default of --out
+DTYPES = ["auto", "float32", "bfloat16", "float16", "float64"]         # choices of --dtype
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+def first_line(error):
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"
+
+
+def fail(message):
+    """End on an error the user can mend: one clear line, exit status 2."""
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def command(main, *args):
+    """Run a command line's main: Ctrl-C is no error, and what no option could have foreseen gets its line too."""
+    try:
+        return main(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+    except BrokenPipeError:                                            # whoever read what we print has gone: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141)
+    except FloatingPointError as e:                                    # NaN, in a text that is being written
+        fail(e)
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if not re.search("alloc|memory|overflow", f"{type(e).__name__} {e}", re.I):
+            raise
+        fail(f"these options are too large for this machine ({first_line(e)}): choose smaller ones")
+
+
+# --------------------------------------------------------------------------------------------------
+# Several processes: the first one speaks
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def say(text):
+    """Print on the first process only, above a progress bar."""
+    if rank() == 0:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+def parse(*configs, argv=None, defaults=None):
+    """
+    Fill config dataclasses from one command line; field n_heads becomes --n-heads. defaults override the classes' own. In -h
+    a field stands in the group that its arg names, or in one for its class, titled by the docstring. A field that was not
+    made by arg is no option.
+    """
+    p = argparse.ArgumentParser(description=configs[0].__doc__, allow_abbrev=False,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.error = fail
+    try:
+        "".join(sys.argv if argv is None else argv).encode()
+    except UnicodeEncodeError:
+        fail("an option is not valid UTF-8 text")
+    groups, options = {}, {c: [f for f in fields(c) if f.metadata] for c in configs}
+    for c in configs:
+        for f in options[c]:
+            title = f.metadata["group"] or (c.__doc__.strip().splitlines()[0].rstrip(".") if c is not configs[0] else "what most people need")
+            group = groups[title] = groups.get(title) or p.add_argument_group(title)
+            kind = dict(action=argparse.BooleanOptionalAction)
+            if f.type is not bool:
+                metavar = None if f.metadata["choices"] else f.type.__name__
+                kind = dict(type=f.type, choices=f.metadata["choices"], metavar=metavar)
+            group.add_argument("--" + f.name.replace("_", "-"), default=(defaults or {}).get(f.name, f.default),
+                               help=f.metadata["help"].replace("%", "%%"), **kind)
+    args = vars(p.parse_args(argv))
+    for f in (f for c in configs for f in options[c]):
+        low, high, value = f.metadata["low"], f.metadata["high"], args[f.name]
+        if f.type in (int, float) and not low <= value <= high:
+            bound = f"at most {high}" if value > high and not math.isinf(value) else f"{low} or more"
+            fail(f"--{f.name.replace('_', '-')} must be {bound}, not {value}")
+    try:
+        return [c(**{f.name: args[f.name] for f in options[c]}) for c in configs]
+    except ValueError as e:
+        fail(str(e))
+
+
+def parse_tree(text, K, V, accuracy=None, nodes=16):
+    """The --tree option -> Shape, or None for best-first. Raises ValueError for a text that names no tree."""
+    if text == "best":
+        return None
+    if text == "sparse":
+        if accuracy is None:
+            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint does not have")
+        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may say otherwise
+        return grow(falling, nodes).limit(K, V)
+    if text == "chain":
+        return chain(min(K, nodes - 1))
+    try:
+        widths = [int(w) for w in text.split(",")]
+    except ValueError:
+        widths = [0]
+    if min(widths) < 1 or math.prod(widths) > 4096:
+        raise ValueError(f"--tree must be best, sparse, chain, or widths such as 4,2,1, not {text!r}")
+    if len(widths) > K:
+        raise ValueError(f"--tree {text} is {len(widths)} deep, but the drafter guesses {K} positions")
+    return cartesian(*widths).limit(K, V)
+
+
+# --------------------------------------------------------------------------------------------------
+# Device
+
+def pick_device(name="auto"):
+    """The one place where a device is chosen: cuda, else mps, else cpu. Ends with a message if the named one is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        fail(f"device {name} cannot be used: {str(e).splitlines()[0]}")
+    return name
+
+
+def gpu(device):
+    return device.startswith("cuda")
