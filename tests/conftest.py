@@ -1,4 +1,7 @@
-"""What every test file shares: the import path, one thread, tiny random targets, and the marker of the long test."""
+"""
+What every test file shares: the import path, one thread, tiny random targets,
+and the marker of the long test.
+"""
 import os
 import random
 import sys
@@ -6,9 +9,10 @@ import sys
 import pytest
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [ROOT, os.path.join(ROOT, "bench")]  # bench/: its files import each other by name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")                           # no test may need the network
-torch.set_num_threads(1)                                               # for models this small more threads are slower
+torch.set_num_threads(1)  # for models this small more threads are slower
 
 from model import GPT, GPTConfig  # noqa: E402
 from tree import Tree  # noqa: E402
@@ -16,10 +20,11 @@ from tree import Tree  # noqa: E402
 
 def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
     """
-    A random target, norms and biases random too. Matrices are scale times the usual, embeddings are small beside them: the
-    text depends on the context and seldom loops.
+    A random target, norms and biases random too. Matrices are scale times the usual, embeddings are
+    small beside them: the text depends on the context and seldom loops.
     """
-    cfg = dict(n_layer=2, n_head=4, n_kv_head=2 if style == "llama" else 4, n_embd=16, n_ffn=24, vocab_size=23, block_size=40)
+    cfg = dict(n_layer=2, n_head=4, n_kv_head=2 if style == "llama" else 4, n_embd=16, n_ffn=24,
+               vocab_size=23, block_size=40)
     target = GPT(GPTConfig(style=style, **{**cfg, **shape}))
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -32,7 +37,10 @@ def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
 
 
 class Watching:
-    """For a drafter: remembers what it drafted after which text. force: hand out other trees, of which 0..4 tokens will be accepted."""
+    """
+    For a drafter: remembers what it drafted after which text.
+    force: hand out other trees, of which 0..4 tokens will be accepted.
+    """
     force = None
 
     def start(self, target, max_len):
@@ -46,7 +54,7 @@ class Watching:
             return tree
         (plain, n_prompt), V = self.force, self.target.cfg.vocab_size
         at = len(self.text) + 1 - n_prompt
-        right = plain[at:at + len(self.seen) % 5]                      # a wrong sibling stands before each right token
+        right = plain[at:at + len(self.seen) % 5]  # a wrong sibling stands before each right token
         tokens, parent, up = [root], [-1], 0
         for token in right:
             tokens += [(token + 1) % V, token]
@@ -68,11 +76,17 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def short_trials():
-    """The tau at the end of a training comes from two prompts, not eight: in many tests that was most of the time."""
+    """
+    The tau at the end of a training comes from two prompts, not eight:
+    in many tests that was most of the time.
+    """
     import train
     real = train.mean_tau
+
+    def of_two_prompts(target, drafter, prompts, *args, **kwargs):
+        return real(target, drafter, prompts[:2], *args, **kwargs)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(train, "mean_tau", lambda target, drafter, prompts, *a, **k: real(target, drafter, prompts[:2], *a, **k))
+        m.setattr(train, "mean_tau", of_two_prompts)
         yield
 
 
@@ -82,18 +96,23 @@ def text_file(tmp_path_factory):
     rng = random.Random(0)
     words = ["the", "a", "cat", "dog", "sees", "likes", "big", "small", "house", "tree", "and", "é€", "not"]
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(" ".join(rng.choices(words, k=rng.randint(3, 9))) + ".\n" for _ in range(600)), encoding="utf-8")
+    sentences = [" ".join(rng.choices(words, k=rng.randint(3, 9))) + ".\n" for _ in range(600)]
+    path.write_text("".join(sentences), encoding="utf-8")
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, text_file):
-    """A folder of checkpoints as train.py leaves it: a tiny backbone and a drafter of every method, a few steps each."""
+    """
+    A folder of checkpoints as train.py leaves it:
+    a tiny backbone and a drafter of every method, a few steps each.
+    """
     import train
     out = str(tmp_path_factory.mktemp("trained"))
-    tiny = "--n-layer 2 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64 --first-length 32"
     common = ["--out", out, "--data", text_file, "--device", "cpu"]
-    train.main(["--method", "backbone", *common, *tiny.split(), "--steps", "60", "--batch-size", "4"])
+    tiny = "--n-layer 2 --n-embd 32 --n-ffn 64 --n-head 2 --n-kv-head 1 --vocab-size 300 --block-size 64"
+    steps = "--first-length 32 --steps 60 --batch-size 4"
+    train.main(["--method", "backbone", *common, *tiny.split(), *steps.split()])
     for method in train.METHODS:
         train.main(["--method", method, *common, "--steps", "6", "--batch-size", "2"])
     return out

@@ -1,8 +1,9 @@
 """
 Every method and every artificial drafter gives plain decoding's text, token for token.
 
-The reference is written here: one uncached forward a token. check() compares text, statistics, the cache's length after every
-step and its rows at the end; planted faults show that it sees wrong walks, masks, caches, positions and noise.
+The reference is written here: one uncached forward a token. check() compares text, statistics, the
+cache's length after every step and its rows at the end; planted faults show that it sees wrong
+walks, masks, caches, positions and noise.
 """
 import functools
 import random
@@ -35,11 +36,14 @@ SHAPES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Drafters
 
 def method_drafter(name, target, shape=None, nodes=16, seed=0, config={}, ids=None, **drafting):
-    """An untrained drafter: as it starts (seed 0), or with all its parameters random. ids: of a draft vocabulary."""
+    """
+    An untrained drafter: as it starts (seed 0), or with all its parameters random.
+    ids: of a draft vocabulary.
+    """
     torch.manual_seed(seed)
     method = METHODS[name]
     net = method.Net(method.Config(**config), target, ids).to(target.wte.weight.dtype)
@@ -110,7 +114,10 @@ class AlwaysWrong(Artificial):
 
 
 class Random(Artificial):
-    """Any tree with any tokens, duplicates among siblings included; half of the tokens are from the text to come."""
+    """
+    Any tree with any tokens, duplicates among siblings included;
+    half of the tokens are from the text to come.
+    """
 
     def draft(self, root, sampler):
         N = self.rng.randint(1, 13)
@@ -124,7 +131,10 @@ class Random(Artificial):
 
 
 class Guided:
-    """A method's own tree plus a path of the text to come, so that untrained drafters too see long accepted runs."""
+    """
+    A method's own tree plus a path of the text to come,
+    so that untrained drafters too see long accepted runs.
+    """
 
     def __init__(self, inner, oracle):
         self.inner, self.oracle, self.drafts = inner, oracle, {}
@@ -149,7 +159,7 @@ class Guided:
             tokens.append(token)
             parent.append(up)
             up = len(tokens) - 1
-        child = {}                                                     # siblings with one token become one node
+        child = {}  # siblings with one token become one node
         new = {-1: -1}
         tokens_, parent_, value = [], [], []
         for i, (up, token) in enumerate(zip(parent, tokens)):
@@ -163,17 +173,25 @@ class Guided:
         return Tree(tokens_, parent_, value if inner.value else None)
 
 
-ARTIFICIAL = {"perfect chain": lambda *a: Perfect(*a, noise=0), "perfect": Perfect, "wrong": AlwaysWrong, "random": Random}
+ARTIFICIAL = {
+    "perfect chain": lambda *a: Perfect(*a, noise=0),
+    "perfect": Perfect,
+    "wrong": AlwaysWrong,
+    "random": Random,
+}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The check
 
-TEXTS = {}                                                             # (target, prompt, new, sampling) -> what reference returns
+TEXTS = {}  # (target, prompt, new, sampling) -> what reference returns
 
 
 def reference(target, prompt, new, sampling):
-    """The next new tokens by the plainest of loops, and the smallest lead of a choice over the second best; each once."""
+    """
+    The next new tokens by the plainest of loops, and the smallest lead of a choice over the second best;
+    each once.
+    """
     key = fingerprint(target.state_dict()), str((target.cfg, prompt, new, sampling))
     if key not in TEXTS:
         TEXTS[key] = plainly(target, prompt, new, sampling)
@@ -193,7 +211,10 @@ def plainly(target, prompt, new, sampling):
 
 
 def check(target, prompt, new, drafter, sampling, eos=(), truth=None):
-    """drafter's run equals the reference in every respect. truth: the reference's tokens, if known. Returns Stats."""
+    """
+    drafter's run equals the reference in every respect.
+    truth: the reference's tokens, if known. Returns Stats.
+    """
     block = target.cfg.block_size
     truth = reference(target, prompt, new, sampling)[0] if truth is None else truth
     want = truth[:min(new, block - len(prompt))]
@@ -204,7 +225,8 @@ def check(target, prompt, new, drafter, sampling, eos=(), truth=None):
     caches, new_cache = [], target.new_cache
     target.new_cache = lambda *args: caches.append(new_cache(*args)) or caches[-1]
     try:
-        run, text, lengths, given = generate(target, prompt, new, drafter, Sampler(**sampling), eos), [], [], list(prompt)
+        run = generate(target, prompt, new, drafter, Sampler(**sampling), eos)
+        text, lengths, given = [], [], list(prompt)
         while True:
             try:
                 step = next(run)
@@ -214,7 +236,8 @@ def check(target, prompt, new, drafter, sampling, eos=(), truth=None):
             text += step
             lengths.append(len(step))
             assert step, "a step without a token"
-            assert text == want[:len(text)], f"the text left plain decoding's at token {len(text) - len(step)} or later"
+            before = len(text) - len(step)
+            assert text == want[:len(text)], f"the text left plain decoding's at token {before} or later"
             assert caches[0].length == len(prompt) + len(text) - 1, "cache and text differ in length"
     finally:
         del target.new_cache
@@ -237,13 +260,13 @@ def lively(prompt, new, sampling, **shape):
     return target, list(truth)
 
 
-@functools.cache                                                       # one search for all methods; nobody changes the target
+@functools.cache  # one search for all methods; nobody changes the target
 def find_lively(prompt, new, sampling, distinct=5, seed=0, **shape):
     prompt, sampling = list(prompt), dict(sampling)
     for seed in range(seed, seed + 50):
         target = tiny(seed=seed, **shape)
         truth, lead = reference(target, prompt, new, sampling)
-        if len(set(truth[:20])) >= distinct and lead > 1e-4:           # and no near tie that rounding could flip
+        if len(set(truth[:20])) >= distinct and lead > 1e-4:  # and no near tie that rounding could flip
             return target, truth
     raise AssertionError("all texts are loops")
 
@@ -256,11 +279,14 @@ TARGETS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Methods
 
 def every_tree(sampling, make):
-    """make(target, shape, nodes, seed) -> a drafter, checked on all targets, in turn by itself and guided through long runs."""
+    """
+    make(target, shape, nodes, seed) -> a drafter, checked on all targets,
+    in turn by itself and guided through long runs.
+    """
     turn = list(SAMPLING).index(sampling)
     for i, shape in enumerate(TARGETS.values()):
         target, truth = lively([3, 1, 4], 20, SAMPLING[sampling], **shape)
@@ -274,8 +300,13 @@ def every_tree(sampling, make):
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("method", METHODS)
 def test_untrained_methods_are_lossless(method, sampling):
-    """A method that changes the text in any way: with any tree, both families, as it starts and with random weights."""
-    every_tree(sampling, lambda target, shape, nodes, seed: method_drafter(method, target, shape, nodes, seed))
+    """
+    A method that changes the text in any way:
+    with any tree, both families, as it starts and with random weights.
+    """
+    def make(target, shape, nodes, seed):
+        return method_drafter(method, target, shape, nodes, seed)
+    every_tree(sampling, make)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -289,7 +320,10 @@ def test_methods_in_single_precision(method):
 
 
 def at_the_ends(style, make):
-    """make(target, shape, nodes) -> a drafter, which is checked where prompts, texts and budgets are as short or long as can be."""
+    """
+    make(target, shape, nodes) -> a drafter,
+    which is checked where prompts, texts and budgets are as short or long as can be.
+    """
     target = tiny(style, block_size=24, seed=4)
     prompt = [random.Random(0).randrange(23) for _ in range(23)]
     for shape, nodes in (SHAPES["best-first"], SHAPES["chain"]):
@@ -304,7 +338,10 @@ def at_the_ends(style, make):
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_at_the_ends(method, style):
-    """Prompts of one token and up to the end of the context, every small budget: an index out of range, one token too many."""
+    """
+    Prompts of one token and up to the end of the context, every small budget:
+    an index out of range, one token too many.
+    """
     at_the_ends(style, lambda target, shape, nodes: method_drafter(method, target, shape, nodes, seed=1))
 
 
@@ -333,15 +370,19 @@ def test_a_used_drafter_is_as_good_as_a_new_one(method):
 @pytest.mark.parametrize("sampling", ["greedy", "T = 1"])
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_do_not_depend_on_how_the_text_came_about(method, sampling):
-    """Rows of the drafter's own cache that are taken from rejected drafts, doubled, or left out after a long accepted run."""
+    """
+    Rows of the drafter's own cache that are taken from rejected drafts, doubled,
+    or left out after a long accepted run.
+    """
     prompt, new, sampling = [3, 1, 4], 24, SAMPLING[sampling]
     for style in ("llama", "gpt2"):
         target, truth = lively(prompt, new, sampling, style=style, n_layer=4)
-        guided = Guided(method_drafter(method, target, nodes=10, seed=1), Artificial(prompt + truth, 23, seed=2))
+        inner = method_drafter(method, target, nodes=10, seed=1)
+        guided = Guided(inner, Artificial(prompt + truth, 23, seed=2))
         stats = check(target, prompt, new, guided, sampling, truth=truth)
         assert max(stats.accepted) >= 4 and len(guided.drafts) > 4
         for n, draft in guided.drafts.items():
-            seen = len(truth) - (n - len(prompt))                      # a new drafter, given the same text as a prompt
+            seen = len(truth) - (n - len(prompt))  # a new drafter, given the same text as a prompt
             fresh = Guided(method_drafter(method, target, nodes=10, seed=1), Artificial(prompt + truth, 23))
             run = generate(target, (prompt + truth)[:n], seen, fresh, Sampler(**sampling))
             next(run), next(run)
@@ -362,11 +403,16 @@ def test_a_broken_drafter_cannot_break_the_text(method):
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_bad_prompts(method):
-    """An empty prompt, a batch, a tensor, a prompt without room: one ValueError, the same for all, before anything runs."""
+    """
+    An empty prompt, a batch, a tensor, a prompt without room:
+    one ValueError, the same for all, before anything runs.
+    """
     target = tiny()
     drafter = method and method_drafter(method, target)
-    for prompt, word in (([], "non-empty"), ([[1, 2], [3, 4]], "one sequence"), (torch.tensor([[1, 2]]), "one sequence"),
-                         (torch.tensor([1, 2]), "list"), ([1] * 40, "room"), ([1] * 41, "room"), ("text", "list")):
+    for prompt, word in (([], "non-empty"),
+                         ([[1, 2], [3, 4]], "one sequence"), (torch.tensor([[1, 2]]), "one sequence"),
+                         (torch.tensor([1, 2]), "list"), ("text", "list"),
+                         ([1] * 40, "room"), ([1] * 41, "room")):
         with pytest.raises(ValueError, match=word):
             complete(target, prompt, 5, drafter)
     for new in (0, -1):
@@ -374,13 +420,16 @@ def test_bad_prompts(method):
         assert text == [] and stats.accepted == [] and stats.stop == "budget" and stats.tau == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Artificial drafters
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("name", ARTIFICIAL)
 def test_artificial_drafters_are_lossless(name, sampling):
-    """Any influence of the drafter on the text: random trees, repeated children, right tokens below wrong ones."""
+    """
+    Any influence of the drafter on the text:
+    random trees, repeated children, right tokens below wrong ones.
+    """
     for i, shape in enumerate(TARGETS.values()):
         for dtype in (torch.float64, torch.float32):
             target, truth = lively([7], 35, SAMPLING[sampling], seed=i, dtype=dtype, **shape)
@@ -396,8 +445,9 @@ def test_artificial_drafters_at_the_ends(name, style):
     for sampling in (SAMPLING["greedy"], SAMPLING["T = 1"]):
         for n in (23, 22, 21, 20, 19, 18, 17, 1):
             truth, _ = reference(target, prompt[:n], 30, sampling)
-            beyond = [0] * 8                                           # a drafter does not know that the context ends
-            check(target, prompt[:n], 30, ARTIFICIAL[name](prompt[:n] + truth + beyond, 23), sampling, truth=truth)
+            beyond = [0] * 8  # a drafter does not know that the context ends
+            drafter = ARTIFICIAL[name](prompt[:n] + truth + beyond, 23)
+            check(target, prompt[:n], 30, drafter, sampling, truth=truth)
         truth, _ = reference(target, prompt[:2], 20, sampling)
         for new in range(8):
             check(target, prompt[:2], new, ARTIFICIAL[name](prompt[:2] + truth, 23), sampling, truth=truth)
@@ -405,12 +455,16 @@ def test_artificial_drafters_at_the_ends(name, style):
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 7])
 def test_tau_of_perfect_and_wrong_drafters(depth):
-    """An off-by-one in the cache or the walk that costs accepted tokens; a bonus token that is not counted."""
+    """
+    An off-by-one in the cache or the walk that costs accepted tokens;
+    a bonus token that is not counted.
+    """
     target, V = tiny(seed=3), 23
     for sampling in SAMPLING.values():
         truth, _ = reference(target, [1, 2], 38, sampling)
         for noise in (0, 2):
-            stats = check(target, [1, 2], 30, Perfect([1, 2] + truth, V, depth=depth, noise=noise), sampling, truth=truth)
+            perfect = Perfect([1, 2] + truth, V, depth=depth, noise=noise)
+            stats = check(target, [1, 2], 30, perfect, sampling, truth=truth)
             full, rest = divmod(29, depth + 1)
             assert stats.accepted == [1] + [depth + 1] * full + [rest] * (rest > 0)
             if not rest:
@@ -422,16 +476,21 @@ def test_tau_of_perfect_and_wrong_drafters(depth):
 @pytest.mark.parametrize("sampling", ["greedy", "T = 1"])
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_end_of_text_inside_an_accepted_run(style, sampling):
-    """Tokens after the end token that are emitted, counted or kept in the cache; an end token that is also the bonus or first."""
+    """
+    Tokens after the end token that are emitted, counted or kept in the cache;
+    an end token that is also the bonus or first.
+    """
     sampling = SAMPLING[sampling]
     target, truth = lively([1, 2, 3], 37, sampling, style=style)
     firsts = [i for i, token in enumerate(truth) if token not in truth[:i] and i < 30]
     assert len(firsts) > 4 and firsts[0] == 0                          # the token of the prompt's forward too
     for at in firsts:
         for make in ARTIFICIAL.values():
-            stats = check(target, [1, 2, 3], 37, make([1, 2, 3] + truth, 23), sampling, eos={truth[at]}, truth=truth)
+            drafter = make([1, 2, 3] + truth, 23)
+            stats = check(target, [1, 2, 3], 37, drafter, sampling, eos={truth[at]}, truth=truth)
             assert stats.stop == "eos" and sum(stats.accepted) == at + 1
-        check(target, [1, 2, 3], at + 1, Perfect([1, 2, 3] + truth, 23), sampling, eos={truth[at]}, truth=truth)
+        perfect = Perfect([1, 2, 3] + truth, 23)
+        check(target, [1, 2, 3], at + 1, perfect, sampling, eos={truth[at]}, truth=truth)
         check(target, [1, 2, 3], 37, None, sampling, eos={truth[at], 99}, truth=truth)
 
 
@@ -479,7 +538,7 @@ def test_nan_in_the_target_stops_with_a_message():
             complete(target, [1, 2], 5, sampler=Sampler(**sampling))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Random cases
 
 def any_tree(rng):
@@ -493,31 +552,44 @@ def any_drafter(name, target, rng, shape, seed):
     """A drafter of this method, all that can be chosen about it drawn at random."""
     L, yes = target.cfg.n_layer, lambda: rng.random() < 0.5
     K, V = rng.randint(1, 6), target.cfg.vocab_size
-    config, drafting = {
-        "medusa": lambda: (dict(n_heads=K, share_head=yes()), {}),
-        "amphista": lambda: (dict(n_heads=K, stages=rng.randint(0, 2), token=yes(), block=yes(), bidirectional=yes(), position=yes(),
-                                  share_head=yes()), {}),
-        "hidden_transfer": lambda: (dict(n_heads=K, layers=",".join(str(l) for l in sorted(rng.randrange(L) for _ in range(K))),
-                                         source=rng.choice(["anchor", "previous"]), blind=yes()), dict(groups=rng.randint(0, 5))),
-        "moa": lambda: (dict(depth=K, breadth=rng.randint(1, 5), tli=rng.randint(0, L), lsa=yes(), n_kv_head=rng.choice([0, 1])),
-                        dict(depth=rng.choice([0, 1, 7]), breadth=rng.choice([0, 1, 7]))),
-    }[name]()
+    config, drafting = dict(n_heads=K), {}
+    if name == "medusa":
+        config.update(share_head=yes())
+    elif name == "amphista":
+        config.update(stages=rng.randint(0, 2), token=yes(), block=yes(), bidirectional=yes(),
+                      position=yes(), share_head=yes())
+    elif name == "hidden_transfer":
+        layers = sorted(rng.randrange(L) for _ in range(K))
+        config.update(layers=",".join(map(str, layers)), source=rng.choice(["anchor", "previous"]),
+                      blind=yes())
+        drafting = dict(groups=rng.randint(0, 5))
+    else:
+        config = dict(depth=K, breadth=rng.randint(1, 5), tli=rng.randint(0, L), lsa=yes(),
+                      n_kv_head=rng.choice([0, 1]))
+        drafting = dict(depth=rng.choice([0, 1, 7]), breadth=rng.choice([0, 1, 7]))
     ids = torch.tensor(sorted(rng.sample(range(V), rng.randint(1, V)))) if rng.random() < 0.25 else None
-    return method_drafter(name, target, shape, rng.randint(1, 20), seed % 3, config, ids, floor=rng.choice([0.0, 0.0, 0.05]), **drafting)
+    nodes, floor = rng.randint(1, 20), rng.choice([0.0, 0.0, 0.05])
+    return method_drafter(name, target, shape, nodes, seed % 3, config, ids, floor=floor, **drafting)
 
 
 def random_case(seed):
-    """One run with everything drawn from seed. Returns how many tokens came, or None for a near tie in single precision."""
+    """
+    One run with everything drawn from seed.
+    Returns how many tokens came, or None for a near tie in single precision.
+    """
     rng = random.Random(seed)
     H, style = rng.choice([2, 4]), rng.choice(["llama", "gpt2"])
     dtype = torch.float32 if rng.random() < 0.25 else torch.float64
     V, block = rng.choice([2, 3, 5, 23, 60]), rng.randint(6, 40)
     target = tiny(style, seed, dtype, rng.choice([6, 20, 30]), n_layer=rng.randint(1, 4), n_head=H,
-                  n_kv_head=H if style == "gpt2" else rng.choice([1, 2, H]), n_embd=rng.choice([8, 16]), vocab_size=V,
-                  block_size=block, tied=rng.random() < 0.5, qkv_bias=rng.random() < 0.3, head_dim=rng.choice([0, 0, 2, 6]))
-    sampling = rng.choice([{}, dict(temperature=rng.choice([0.3, 1.0, 2.0]), top_k=rng.choice([0, 0, 1, 3, 99]),
-                                    top_p=rng.choice([1.0, 0.9, 0.5, 0.0]), seed=rng.randrange(2**62), share=rng.random() < 0.8)])
-    prompt = [rng.randrange(V) for _ in range(rng.choice([1, 2, rng.randint(1, block - 1), block - rng.randint(1, 5)]))]
+                  n_kv_head=H if style == "gpt2" else rng.choice([1, 2, H]), n_embd=rng.choice([8, 16]),
+                  vocab_size=V, block_size=block, tied=rng.random() < 0.5, qkv_bias=rng.random() < 0.3,
+                  head_dim=rng.choice([0, 0, 2, 6]))
+    drawn = dict(temperature=rng.choice([0.3, 1.0, 2.0]), top_k=rng.choice([0, 0, 1, 3, 99]),
+                 top_p=rng.choice([1.0, 0.9, 0.5, 0.0]), seed=rng.randrange(2**62), share=rng.random() < 0.8)
+    sampling = rng.choice([{}, drawn])
+    n_prompt = rng.choice([1, 2, rng.randint(1, block - 1), block - rng.randint(1, 5)])
+    prompt = [rng.randrange(V) for _ in range(n_prompt)]
     new = rng.choice([0, 1, 2, 3, rng.randint(0, 45), 45])
     truth, lead = reference(target, prompt, block, sampling)           # to the end of the context
     if dtype == torch.float32 and lead < 1e-4:
@@ -529,8 +601,9 @@ def random_case(seed):
     if kind in ARTIFICIAL:
         drafter = type(ARTIFICIAL[kind](full, V))(full, V, seed, depth, noise)
     else:
-        shape = rng.choice([None, None, chain(rng.randint(0, 5)), cartesian(*(rng.randint(1, 3) for _ in range(rng.randint(1, 3)))),
-                            any_tree(rng)])
+        depth_of_chain = rng.randint(0, 5)
+        widths = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+        shape = rng.choice([None, None, chain(depth_of_chain), cartesian(*widths), any_tree(rng)])
         drafter = any_drafter(kind.split()[-1], target, rng, shape, seed)
         drafter = Guided(drafter, Artificial(full, V, seed, depth)) if "guided" in kind else drafter
     check(target, prompt, new, drafter, sampling, eos, truth)
@@ -559,7 +632,7 @@ def test_many_random_cases():
     run_cases(range(1000, 11_000))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Planted faults
 
 @pytest.fixture(scope="module")
@@ -580,6 +653,11 @@ def accepts_one_wrong_token(tokens, parent, choice):
     path, out = real_walk(tokens, parent, choice)
     child = next((i for i in range(1, len(tokens)) if parent[i] == path[-1]), None)
     return (path, out) if child is None else (path + [child], out[:-1] + [tokens[child], choice[child]])
+
+
+def keeps_the_root_only(tokens, parent, choice):
+    path, out = real_walk(tokens, parent, choice)
+    return path[:1], out
 
 
 def forgets_the_bonus_token(tokens, parent, choice):
@@ -633,7 +711,7 @@ class DeepTree(Tree):
 RealTree, real_walk, real_choose, real_noise = Tree, tree.walk, Sampler.choose, Sampler.noise
 FAULTS = {
     "a wrong token is accepted": (tree, "walk", accepts_one_wrong_token),
-    "the accepted path is one short of its tokens": (tree, "walk", lambda *a: (real_walk(*a)[0][:1], real_walk(*a)[1])),
+    "the accepted path is one short of its tokens": (tree, "walk", keeps_the_root_only),
     "no ancestors in the mask": (tree, "tree_mask", without_ancestors),
     "siblings in the mask": (tree, "tree_mask", sees_everything_before),
     "a dense prefix is kept": (KVCache, "keep", first_rows),
@@ -674,7 +752,10 @@ def test_a_planted_loss_of_tau_is_caught(texts, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_planted_drafter_state_is_caught(method, monkeypatch):
-    """A method that misses some of what became text drafts something else: the comparison of drafts must see it."""
+    """
+    A method that misses some of what became text drafts something else:
+    the comparison of drafts must see it.
+    """
     Drafter = METHODS[method].Drafter
     observe = Drafter.observe
     monkeypatch.setattr(Drafter, "observe", lambda self, tokens, hidden, cache: observe(
