@@ -2,20 +2,15 @@
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import medusa
 import moa
-from conftest import tiny
 from model import GPT, GPTConfig
-from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, complete, grow, plant,
-                  plant_levels, tree_mask, walk)
-from plumbing.budget import Budget, forward_seconds
-from plumbing.options import parse_tree
+from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, grow, plant, plant_levels,
+                  tree_mask, walk)
 
 
 def random_parents(rng, N):
@@ -184,27 +179,6 @@ def test_plant_cuts_a_shape_to_what_was_guessed():
     """
     assert plant(0, torch.randn(2, 8), chain(5)).parent == [-1, 0, 1]
     assert len(plant(0, torch.randn(2, 3), cartesian(4, 4))) == 1 + 3 + 9
-
-
-def test_parse_tree():
-    """A text that names no tree but is taken for one; a tree beyond what the drafter guesses."""
-    assert parse_tree("best", 4, 100) is None
-    assert parse_tree("chain", 4, 100) == chain(4) and parse_tree("chain", 4, 100, nodes=3) == chain(2)
-    assert parse_tree("chain", 4, 100, nodes=1) == chain(0)
-    assert parse_tree("4,2,1", 4, 100) == cartesian(4, 2, 1)
-    assert parse_tree(" 3 , 2", 4, 100) == cartesian(3, 2)
-    assert parse_tree("4,2", 4, 2) == cartesian(2, 2)                  # a vocabulary of two
-    p = [[0.5, 0.2], [0.4, 0.3]]
-    assert parse_tree("sparse", 2, 100, p, nodes=4) == grow(p, 4)
-    assert parse_tree("sparse", 1, 1, p).parent == [-1, 0]
-    for text in ("", "0", "-1", "4,0", "4,,2", "x", "2.5", "chain,2", "best ", "Best", "4;2", "5000", "70,70",
-                 "nan"):
-        with pytest.raises(ValueError, match="best, sparse, chain"):
-            parse_tree(text, 4, 10**6)
-    with pytest.raises(ValueError, match="5 deep"):
-        parse_tree("1,1,1,1,1", 4, 100)
-    with pytest.raises(ValueError, match="calibration"):
-        parse_tree("sparse", 4, 100)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -614,93 +588,3 @@ def test_a_level_is_run_where_it_is_likely_to_be_reached():
     wide = GPT(GPTConfig(n_layer=6, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16))
     drafter = moa.Drafter(moa.Net(moa.Config(tli=1), wide), wide)
     assert (drafter.depth, drafter.least) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).least == 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Budget
-
-def simulate(budget, a, c, d, steps=800, seed=0):
-    """
-    Steps of a text in which the i-th best node is accepted with probability a[i]:
-    a chain, so that nodes before it are.
-    """
-    rng, used = random.Random(seed), []
-    for _ in range(steps):
-        n = budget.nodes()
-        used.append(n)
-        u, path = rng.random(), [0]
-        while len(path) < n and u < a[len(path) - 1]:
-            path.append(len(path))
-        budget.learn(Tree([0] * n, list(range(-1, n - 1)), [0.9**i for i in range(n)]), path, c[n] + d)
-    return used
-
-
-def test_the_budget_finds_the_best_number_of_nodes():
-    """
-    A prior that is never unlearnt, a cost that is off by one, the rest of a step left out:
-    all would choose another n.
-    """
-    c = {n: 1 + 0.1 * n for n in range(1, 33)}
-    powers = {p: [p**i for i in range(1, 32)] for p in (0.9, 0.8, 0.7, 0.5)}
-    for a, d in ((powers[0.9], 0.0), (powers[0.5], 0.0), (powers[0.5], 5.0), ([0.05] * 31, 0.0),
-                 (powers[0.8], 1.0)):
-        rate = {n: (1 + sum(a[:n - 1])) / (c[n] + d) for n in range(2, 33)}
-        for prior in (powers[0.7], powers[0.8], [0.95] * 40):
-            budget, timed = Budget(prior, 32), SimpleNamespace(seconds=(1.0, 0.1))
-            budget.start(timed)
-            used = simulate(budget, a, c, d)
-            assert set(used) <= {2, 3, 4, 6, 8, 12, 16, 24, 32}
-            assert rate[used[-1]] > 0.9 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
-            budget.start(timed)
-            assert budget.nodes() == budget.nodes() >= 2               # another text, the same prior
-
-
-def test_forward_seconds():
-    """A cache too small, a position past the context."""
-    for block in (2, 9, 300):
-        shape = dict(n_layer=1, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=block)
-        target = GPT(GPTConfig(**shape)).eval()
-        for most in (2, 20):
-            fixed, slope = forward_seconds(target, most)
-            assert 0 <= slope < 1 and 0 < fixed + slope < 10
-
-
-@pytest.mark.parametrize("slope", [0.3, 0.0, -0.02])
-def test_forward_seconds_on_a_machine_that_others_use(slope, monkeypatch):
-    """One disturbed size or round, or luck with the largest, decides for all; a warm-up that counts."""
-    sizes, now, calls = (1, 2, 5, 10, 20), 0.0, itertools.count()
-
-    def clock():                                                       # asked before and after every size
-        nonlocal now
-        call = next(calls)
-        round, n = call // 10, sizes[call // 2 % 5]
-        if call % 2:
-            seconds = 3 + slope * n
-            if round == 0:                                             # a warm-up
-                seconds *= 9
-            if round == 2:                                             # a disturbed round
-                seconds *= 1.5
-            if round in (3, 5) and n == 5:                             # a disturbed size
-                seconds *= 1.4
-            now += seconds
-        return now
-    monkeypatch.setattr("plumbing.budget.time", SimpleNamespace(perf_counter=clock))
-    fixed, per_node = forward_seconds(tiny(n_layer=1), 20)
-    assert per_node == pytest.approx(max(0, slope), rel=0.1)
-    assert fixed + per_node == pytest.approx(3 + slope, rel=0.1)
-
-
-def test_a_budget_changes_no_text():
-    """Trees of another size each step: rows for the largest must be there, and the text must stay."""
-    shape = dict(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=80)
-    target = GPT(GPTConfig(**shape)).double().eval()
-    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, nodes=12)
-    budget, target.seconds = Budget([0.5, 0.3, 0.2], 12), (1.0, 0.05)
-    drafter.budget = budget
-    sizes = itertools.cycle([2, 12, 3, 7])
-    budget.nodes = lambda: next(sizes)
-    for T in (0.0, 1.0):
-        text, stats = complete(target, [1, 2], 70, drafter, Sampler(T))
-        assert text == complete(target, [1, 2], 70, None, Sampler(T))[0]
-        assert stats.nodes > 4 * stats.steps and sum(budget.seen) == stats.nodes - stats.steps
-        assert sum(budget.hits) == sum(stats.accepted[1:]) - stats.steps
