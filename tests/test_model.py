@@ -1,15 +1,11 @@
-"""The backbone against transformers, its cache against no cache, its checkpoints against damage, its tokenizer."""
+"""The backbone: attention, masks, its cache against no cache; our tokenizer; the command line."""
 import dataclasses
 import json
-import os
 import random
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
-import plumbing.checkpoint
 import plumbing.fast
 import plumbing.options
 import model as M
@@ -17,155 +13,14 @@ from conftest import tiny
 from model import GPT, GPTConfig, KVCache, arg, attend
 from plumbing.fast import for_decoding
 from plumbing.options import parse
-from plumbing.pretrained import from_hf, to_hf
 from plumbing.text import Tokenizer
-from tree import complete, tree_mask
+from tree import tree_mask
 
 EXACT = dict(atol=1e-10, rtol=1e-10)                                   # float64
 
 
 def ids(V, B, T, seed=0):
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# transformers
-
-def shake(hf, seed=0):
-    """Random values for all parameters, norms and biases too, large enough for logits of size 1."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in hf.parameters():
-            noise = torch.randn(p.shape, generator=g)
-            p.copy_(0.15 * noise if p.dim() > 1 else p + 0.2 * noise)
-    hf.tie_weights()
-    return hf.eval()
-
-
-def hf_llama(kind="Llama", seed=0, **options):
-    import transformers
-    cfg = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-               num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
-               eos_token_id=None, pad_token_id=None)
-    return shake(getattr(transformers, kind + "ForCausalLM")(getattr(transformers, kind + "Config")(**{**cfg, **options})), seed)
-
-
-def hf_gpt2(seed=0, **options):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    cfg = dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
-    return shake(GPT2LMHeadModel(GPT2Config(**{**cfg, **options})), seed)
-
-
-THEIRS = {
-    "llama": lambda: hf_llama(),
-    "llama, one kv head": lambda: hf_llama(num_key_value_heads=1),
-    "llama, no groups": lambda: hf_llama(num_key_value_heads=4),
-    "llama, untied": lambda: hf_llama(tie_word_embeddings=False),
-    "llama, wide heads": lambda: hf_llama(head_dim=12),
-    "llama, one layer": lambda: hf_llama(num_hidden_layers=1, hidden_size=24, num_attention_heads=2),
-    "llama, eps": lambda: hf_llama(rms_norm_eps=0.3),
-    "llama, theta": lambda: hf_llama(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
-    "llama, llama3 rope": lambda: hf_llama(rope_parameters=dict(
-        rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=16)),
-    "llama, yarn rope": lambda: hf_llama(rope_parameters=dict(
-        rope_type="yarn", rope_theta=50.0, factor=4.0, original_max_position_embeddings=16)),
-    "qwen2": lambda: hf_llama("Qwen2"),
-    "qwen2, untied": lambda: hf_llama("Qwen2", tie_word_embeddings=False),
-    "mistral": lambda: hf_llama("Mistral", sliding_window=None),
-    "gpt2": lambda: hf_gpt2(),
-    "gpt2, untied": lambda: hf_gpt2(tie_word_embeddings=False),
-    "gpt2, n_inner": lambda: hf_gpt2(n_inner=40, n_layer=1, n_head=2),
-    "gpt2, eps": lambda: hf_gpt2(layer_norm_epsilon=0.3),
-}
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_logits_equal_transformers(name):
-    """A wrong rotation, norm, epsilon, activation, head order, group order, bias or transposed matrix."""
-    hf = THEIRS[name]()
-    ours, x = from_hf(hf), ids(61, 2, 60)
-    with torch.no_grad():
-        theirs, (logits, hidden) = hf(x).logits, ours(x)
-    assert theirs.std() > 0.5, "the logits are too flat to tell anything"
-    assert (theirs - logits).abs().max() < 1e-4
-    assert torch.allclose(ours.lm_head(hidden), logits)
-    assert ours.cfg.tied == hf.config.tie_word_embeddings
-
-
-def test_that_comparison_can_fail():
-    """Planted: rotary frequencies of another base, and one swapped pair of query heads, move the logits by far more than 1e-4."""
-    hf, x = THEIRS["llama, theta"](), ids(61, 1, 60)
-    with torch.no_grad():
-        theirs = hf(x).logits
-        ours = from_hf(hf)
-        ours.set_rope(10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
-        assert (ours(x)[0] - theirs).abs().max() > 1e-2
-        ours = from_hf(hf)
-        q = ours.blocks[0].attn.qkv.weight
-        q[:32] = q[:32].roll(8, 0)                                     # heads of another key/value group
-        assert (ours(x)[0] - theirs).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", ["llama", "llama, untied", "llama, wide heads", "llama, eps", "llama, theta"])
-def test_to_hf_round_trip(name):
-    """An export that drops or permutes a tensor or a number of the config, or forgets a tie."""
-    hf, x = THEIRS[name](), ids(61, 2, 60)
-    back = to_hf(from_hf(hf))
-    with torch.no_grad():
-        assert (back(x).logits - hf(x).logits).abs().max() < 1e-4
-    again = from_hf(back)
-    for a, b in zip(again.parameters(), from_hf(hf).parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert (back.lm_head.weight.data_ptr() == back.model.embed_tokens.weight.data_ptr()) == hf.config.tie_word_embeddings
-
-
-def test_our_own_model_exports():
-    """The same for a model of ours, with another rotary base than the default."""
-    ours, x = tiny(dtype=torch.float32, rope_theta=50.0), ids(23, 2, 40)
-    with torch.no_grad():
-        assert (to_hf(ours)(x).logits - ours(x)[0]).abs().max() < 1e-4
-
-
-def test_rope_of_a_pretrained_model_survives_a_checkpoint(tmp_path):
-    """The frequencies live in no tensor and must come back from the config: else a saved model is silently another one."""
-    ours, x = from_hf(THEIRS["llama, theta"]()), ids(61, 1, 60)
-    plumbing.checkpoint.save_model(str(tmp_path / "m.safetensors"), ours, Tokenizer([bytes([b]) for b in range(256)]))
-    loaded = plumbing.checkpoint.load_model(str(tmp_path / "m.safetensors"))[0]
-    with torch.no_grad():
-        assert (loaded(x)[0] - ours(x)[0]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", ["llama, untied", "llama, wide heads", "qwen2, untied", "gpt2"])
-def test_greedy_text_equals_transformers(name):
-    """A cache or position error that shows only in generation."""
-    hf, prompt = THEIRS[name](), [3, 1, 4, 1, 5]
-    theirs = hf.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, attention_mask=torch.ones(1, 5).long())
-    text, _ = complete(from_hf(hf), prompt, 50)
-    assert text == theirs[0, 5:].tolist() and len(set(text)) > 3
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bfloat16_models(name):
-    """Rotary tables in another dtype than the weights: queries and keys no longer match the values."""
-    hf = THEIRS[name]().to(torch.bfloat16)
-    ours, x = from_hf(hf), ids(61, 1, 20)
-    assert ours.wte.weight.dtype == torch.bfloat16
-    with torch.no_grad():
-        assert (ours(x)[0].float() - hf(x).logits.float()).abs().max() < 0.25
-    assert len(complete(ours, [1, 2, 3], 5)[0]) == 5
-
-
-@pytest.mark.parametrize("make", [lambda: hf_llama("Gemma", head_dim=8), lambda: hf_llama("Granite", embedding_multiplier=3.0),
-                                  lambda: hf_llama(hidden_act="gelu"), lambda: hf_llama("Mistral", sliding_window=4),
-                                  lambda: hf_llama(attention_bias=True), lambda: hf_llama("Qwen3"),
-                                  lambda: hf_gpt2(activation_function="relu"),
-                                  lambda: hf_gpt2(scale_attn_by_inverse_layer_idx=True)],
-                         ids=["gemma", "granite", "gelu", "sliding window", "bias", "qwen3", "relu", "scaled"])
-def test_models_of_another_shape_are_refused(make):
-    """Tensors of Llama's names in a model that computes something else with them: loaded, it would be silently wrong."""
-    with pytest.raises((SystemExit, AssertionError)):
-        from_hf(make())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -447,7 +302,7 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# Tokenizer
 
 WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïve, 漢字 and 12345\n" * 20
 
@@ -456,195 +311,6 @@ WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïv
 def tokenizer():
     return Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
 
-
-@pytest.fixture
-def saved(tmp_path, tokenizer):
-    """-> path of a saved tied backbone, the backbone."""
-    target, path = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size), str(tmp_path / "backbone" / "model.safetensors")
-    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
-    return path, target
-
-
-def refused(capsys, call, *words):
-    """call ends with status 2 and exactly one line on stderr, which holds words."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        call()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and not out
-    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
-    for word in words:
-        assert word in err, err
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_save_and_load(style, tied, tmp_path, tokenizer):
-    """A tensor or a number of the config that does not come back; a tie lost, or stored twice; another tokenizer."""
-    target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0, eps=0.01)
-    path = str(tmp_path / "deep" / "er" / "m.safetensors")
-    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
-    loaded, again, meta = plumbing.checkpoint.load_model(path)
-    assert loaded.cfg == target.cfg and meta["metrics"] == {"val_loss": 3.5} and meta["kind"] == "backbone"
-    x = ids(tokenizer.vocab_size, 1, 40)
-    assert torch.allclose(loaded(x)[0], target(x)[0], atol=1e-5)       # equal numbers, in another layout
-    for (name, a), (_, b) in zip(loaded.named_parameters(), target.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
-    assert loaded.fingerprint == target.fingerprint
-    assert again.encode(WORDS) == tokenizer.encode(WORDS) and again.eos == tokenizer.eos
-    assert (loaded.lm_head.weight.data_ptr() == loaded.wte.weight.data_ptr()) == tied
-    assert ("lm_head.weight" in load_file(path)) == (not tied)
-    matrix = 4 * 16 * tokenizer.vocab_size
-    numbers = 4 * sum(p.numel() for p in target.parameters())          # a tie counts once
-    bare = os.path.getsize(path) - numbers - len(json.dumps(tokenizer.to_dict()))
-    assert 0 < bare < matrix, "the embedding is stored twice"
-    with open(path.replace(".safetensors", ".json")) as f:
-        assert json.load(f)["config"]["n_embd"] == 16
-    assert len(os.listdir(os.path.dirname(path))) == 2                 # no temporary file
-
-
-def test_tie_is_kept_in_training_after_load(saved):
-    """A tie that is only a copy of values: one step of training would tear it."""
-    loaded = plumbing.checkpoint.load_model(saved[0])[0]
-    for p in loaded.parameters():
-        p.requires_grad_(True)
-    opt = torch.optim.SGD(loaded.parameters(), lr=1.0)
-    F.cross_entropy(loaded(torch.tensor([[1, 2]]))[0][0], torch.tensor([2, 3])).backward()
-    opt.step()
-    assert torch.equal(loaded.wte.weight, loaded.lm_head.weight)
-    assert loaded.wte.weight is loaded.lm_head.weight
-
-
-def test_fingerprint():
-    """A hash that misses a weight, a name or a shape: drafters would accept another backbone."""
-    target = tiny()
-    tensors = plumbing.checkpoint.model_tensors(target)
-    first = plumbing.checkpoint.fingerprint(tensors)
-    assert plumbing.checkpoint.fingerprint(plumbing.checkpoint.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
-    for name, t in tensors.items():
-        t.view(-1)[-1] += 1e-9
-        assert plumbing.checkpoint.fingerprint(tensors) != first, name
-        t.view(-1)[-1] -= 1e-9
-        t.copy_(tiny().state_dict()[name])
-    assert plumbing.checkpoint.fingerprint(tensors) == first
-    w = torch.arange(6.0)
-    prints = {plumbing.checkpoint.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
-    assert len(prints) == 5
-
-
-def test_missing_file(tmp_path, capsys):
-    """A traceback where a sentence with the next command is due."""
-    path = str(tmp_path / "none.safetensors")
-    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "train.py")
-    refused(capsys, lambda: plumbing.checkpoint.load_model(str(tmp_path)), str(tmp_path))
-
-
-@pytest.mark.parametrize("left", [0, 4, 8, 100, 0.5, 0.999])
-def test_truncated_file(saved, left, capsys):
-    """A half-written file read as if whole, or a traceback."""
-    path, size = saved[0], os.path.getsize(saved[0])
-    os.truncate(path, left if isinstance(left, int) else int(size * left))
-    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "broken")
-
-
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"meta": "not json"}])
-def test_foreign_safetensors_file(tmp_path, metadata, capsys):
-    """Somebody else's file taken for ours."""
-    path = str(tmp_path / "foreign.safetensors")
-    save_file({"w": torch.zeros(3)}, path, metadata=metadata)
-    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "not ours")
-
-
-def test_a_text_file_is_no_checkpoint(tmp_path, capsys):
-    """A traceback for a file that is not safetensors at all."""
-    path = tmp_path / "m.safetensors"
-    path.write_text("hello " * 100)
-    refused(capsys, lambda: plumbing.checkpoint.load_model(str(path)), str(path))
-
-
-@pytest.mark.parametrize("kind", ["medusa", "backbone (resume)"])
-def test_other_checkpoints_are_no_backbone(saved, kind, capsys):
-    """Heads, or the state of an interrupted run, loaded as a backbone."""
-    path = saved[0]
-    plumbing.checkpoint.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
-    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, kind)
-
-
-def rewrite(path, change):
-    tensors, meta = plumbing.checkpoint.load(path, "", "")
-    change(tensors, meta)
-    plumbing.checkpoint.save(path, tensors, meta)
-
-
-@pytest.mark.parametrize("name", ["wte.weight", "norm.weight", "blocks.1.attn.qkv.weight"])
-def test_missing_tensor(saved, name, capsys):
-    """Non-strict loading: a model with random weights in one place."""
-    rewrite(saved[0], lambda tensors, meta: tensors.pop(name))
-    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
-
-
-@pytest.mark.parametrize("name", ["blocks.2.norm1.weight", "extra", "lm_head.weight"])
-def test_extra_tensor(saved, name, capsys):
-    """A tensor that nobody reads: the file is of another model (lm_head.weight: of an untied one)."""
-    shape = (saved[1].cfg.vocab_size, 16)
-    rewrite(saved[0], lambda tensors, meta: tensors.update({name: torch.zeros(shape)}))
-    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
-
-
-def test_misshapen_tensor(saved, capsys):
-    """A tensor of another size is named, not thrown as an exception."""
-    rewrite(saved[0], lambda tensors, meta: tensors.update({"norm.weight": torch.zeros(17)}))
-    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "norm.weight")
-
-
-def test_config_of_another_version(saved, capsys):
-    """A config with a field that this version does not know: a traceback instead of a sentence."""
-    rewrite(saved[0], lambda tensors, meta: meta["config"].update(dropout=0.1))
-    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "dropout")
-
-
-@pytest.mark.parametrize("broken", ["replace", "save_file", "half", "interrupt"])
-def test_a_failing_save_leaves_the_old_file(saved, tokenizer, broken, monkeypatch, capsys):
-    """A full disk or Ctrl-C while writing: the old checkpoint must stay whole, and no rubbish beside it."""
-    path, target = saved
-    before, files = open(path, "rb").read(), sorted(os.listdir(os.path.dirname(path)))
-
-    def full(*args, **kwargs):
-        if broken in ("half", "interrupt"):
-            with open(args[1], "wb") as f:
-                f.write(b"half")
-        raise KeyboardInterrupt if broken == "interrupt" else OSError("No space left on device")
-
-    with monkeypatch.context() as m:
-        m.setattr(*(os, "replace", full) if broken == "replace" else (plumbing.checkpoint, "save_file", full))
-        target.wte.weight.data.add_(1)
-        call = lambda: plumbing.checkpoint.save_model(path, target, tokenizer)
-        if broken == "interrupt":
-            with pytest.raises(KeyboardInterrupt):
-                call()
-        else:
-            refused(capsys, call, path, "No space left")
-    assert open(path, "rb").read() == before and sorted(os.listdir(os.path.dirname(path))) == files
-    plumbing.checkpoint.load_model(path)
-
-
-def test_save_into_a_folder_that_cannot_be_made(saved, capsys):
-    """--out that names a file: a traceback after minutes of training."""
-    path = os.path.join(saved[0], "medusa", "model.safetensors")       # below a file
-    refused(capsys, lambda: plumbing.checkpoint.save(path, {"w": torch.zeros(2)}, {}), path)
-
-
-def test_save_refuses_what_json_cannot_say(saved):
-    """A NaN metric or a tensor in the metadata: a file that strict readers refuse; the old one stays."""
-    before = open(saved[0], "rb").read()
-    for wrong in (float("nan"), torch.tensor(1.0)):
-        with pytest.raises((ValueError, TypeError)):
-            plumbing.checkpoint.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
-    assert open(saved[0], "rb").read() == before and len(os.listdir(os.path.dirname(saved[0]))) == 2
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer
 
 TEXTS = ["", " ", "a", "\n", "\r\n", "\t\tif x:\r\n\t\t\treturn  y   \n\n\n", "naïve café — “quoted” …", "漢字かな交じり文 한국어 עברית العربية",
          "👩‍👩‍👧‍👦 🇫🇷 😀😀", "é é ﬁ ①②③ ½", "\u200b\ufeff\u00a0x\u2028y", "\x00\x01\x7f", "1234567890 12,345.678", "a" * 500, " " * 300 + "x",
@@ -713,6 +379,18 @@ def test_tokenizer_of_a_tiny_corpus():
     assert small.decode(small.encode("ab ß")) == "ab ß"
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
+
+def refused(capsys, call, *words):
+    """call ends with status 2 and exactly one line on stderr, which holds words."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        call()
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+
 
 @dataclasses.dataclass
 class Example:

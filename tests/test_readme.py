@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from test_backbones import chat_model  # noqa: F401
+from test_pretrained import chat_model  # noqa: F401
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = {name: open(os.path.join(ROOT, name), encoding="utf-8").read() for name in ("README.md", "bench/RESULTS.md")}

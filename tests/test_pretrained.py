@@ -20,14 +20,38 @@ import sample
 import train
 from conftest import tiny
 from model import DraftHead
-from plumbing.pretrained import load_pretrained
-from test_model import hf_gpt2, hf_llama
+from plumbing.pretrained import from_hf, load_pretrained, to_hf
 from tree import Sampler, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEMPLATE = ("{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|stop|>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}")
 WORDS = "the cat sees a dog; naïve “quotes”, 日本語 and 🙂🙂 emoji\n    def f(x):\n\treturn x  # 42\n"
+
+
+def shake(hf, seed=0):
+    """Random values for all parameters, norms and biases too, large enough for logits of size 1."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in hf.parameters():
+            noise = torch.randn(p.shape, generator=g)
+            p.copy_(0.15 * noise if p.dim() > 1 else p + 0.2 * noise)
+    hf.tie_weights()
+    return hf.eval()
+
+
+def hf_llama(kind="Llama", seed=0, **options):
+    import transformers
+    cfg = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
+               eos_token_id=None, pad_token_id=None)
+    return shake(getattr(transformers, kind + "ForCausalLM")(getattr(transformers, kind + "Config")(**{**cfg, **options})), seed)
+
+
+def hf_gpt2(seed=0, **options):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    cfg = dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    return shake(GPT2LMHeadModel(GPT2Config(**{**cfg, **options})), seed)
 
 
 def byte_level(chat=True, **options):
@@ -81,6 +105,121 @@ def refused(capsys, call, *argv):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights
+
+def ids(V, B, T, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+THEIRS = {"llama": lambda: hf_llama(),
+    "llama, one kv head": lambda: hf_llama(num_key_value_heads=1),
+    "llama, no groups": lambda: hf_llama(num_key_value_heads=4),
+    "llama, untied": lambda: hf_llama(tie_word_embeddings=False),
+    "llama, wide heads": lambda: hf_llama(head_dim=12),
+    "llama, one layer": lambda: hf_llama(num_hidden_layers=1, hidden_size=24, num_attention_heads=2),
+    "llama, eps": lambda: hf_llama(rms_norm_eps=0.3),
+    "llama, theta": lambda: hf_llama(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
+    "llama, llama3 rope": lambda: hf_llama(rope_parameters=dict(
+        rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)),
+    "llama, yarn rope": lambda: hf_llama(rope_parameters=dict(
+        rope_type="yarn", rope_theta=50.0, factor=4.0, original_max_position_embeddings=16)),
+    "qwen2": lambda: hf_llama("Qwen2"),
+    "qwen2, untied": lambda: hf_llama("Qwen2", tie_word_embeddings=False),
+    "mistral": lambda: hf_llama("Mistral", sliding_window=None),
+    "gpt2": lambda: hf_gpt2(),
+    "gpt2, untied": lambda: hf_gpt2(tie_word_embeddings=False),
+    "gpt2, n_inner": lambda: hf_gpt2(n_inner=40, n_layer=1, n_head=2),
+    "gpt2, eps": lambda: hf_gpt2(layer_norm_epsilon=0.3),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_logits_equal_transformers(name):
+    """A wrong rotation, norm, epsilon, activation, head order, group order, bias or transposed matrix."""
+    hf = THEIRS[name]()
+    ours, x = from_hf(hf), ids(61, 2, 60)
+    with torch.no_grad():
+        theirs, (logits, hidden) = hf(x).logits, ours(x)
+    assert theirs.std() > 0.5, "the logits are too flat to tell anything"
+    assert (theirs - logits).abs().max() < 1e-4
+    assert torch.allclose(ours.lm_head(hidden), logits)
+    assert ours.cfg.tied == hf.config.tie_word_embeddings
+
+
+def test_that_comparison_can_fail():
+    """Planted: rotary frequencies of another base, and one swapped pair of query heads, move the logits by far more than 1e-4."""
+    hf, x = THEIRS["llama, theta"](), ids(61, 1, 60)
+    with torch.no_grad():
+        theirs = hf(x).logits
+        ours = from_hf(hf)
+        ours.set_rope(10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
+        assert (ours(x)[0] - theirs).abs().max() > 1e-2
+        ours = from_hf(hf)
+        q = ours.blocks[0].attn.qkv.weight
+        q[:32] = q[:32].roll(8, 0)                                     # heads of another key/value group
+        assert (ours(x)[0] - theirs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, untied", "llama, wide heads", "llama, eps", "llama, theta"])
+def test_to_hf_round_trip(name):
+    """An export that drops or permutes a tensor or a number of the config, or forgets a tie."""
+    hf, x = THEIRS[name](), ids(61, 2, 60)
+    back = to_hf(from_hf(hf))
+    with torch.no_grad():
+        assert (back(x).logits - hf(x).logits).abs().max() < 1e-4
+    again = from_hf(back)
+    for a, b in zip(again.parameters(), from_hf(hf).parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (back.lm_head.weight.data_ptr() == back.model.embed_tokens.weight.data_ptr()) == hf.config.tie_word_embeddings
+
+
+def test_our_own_model_exports():
+    """The same for a model of ours, with another rotary base than the default."""
+    ours, x = tiny(dtype=torch.float32, rope_theta=50.0), ids(23, 2, 40)
+    with torch.no_grad():
+        assert (to_hf(ours)(x).logits - ours(x)[0]).abs().max() < 1e-4
+
+
+def test_rope_of_a_pretrained_model_survives_a_checkpoint(tmp_path):
+    """The frequencies live in no tensor and must come back from the config: else a saved model is silently another one."""
+    ours, x = from_hf(THEIRS["llama, theta"]()), ids(61, 1, 60)
+    plumbing.checkpoint.save_model(str(tmp_path / "m.safetensors"), ours, plumbing.text.Tokenizer([bytes([b]) for b in range(256)]))
+    loaded = plumbing.checkpoint.load_model(str(tmp_path / "m.safetensors"))[0]
+    with torch.no_grad():
+        assert (loaded(x)[0] - ours(x)[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama, untied", "llama, wide heads", "qwen2, untied", "gpt2"])
+def test_greedy_text_equals_transformers(name):
+    """A cache or position error that shows only in generation."""
+    hf, prompt = THEIRS[name](), [3, 1, 4, 1, 5]
+    theirs = hf.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, attention_mask=torch.ones(1, 5).long())
+    text, _ = complete(from_hf(hf), prompt, 50)
+    assert text == theirs[0, 5:].tolist() and len(set(text)) > 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_models(name):
+    """Rotary tables in another dtype than the weights: queries and keys no longer match the values."""
+    hf = THEIRS[name]().to(torch.bfloat16)
+    ours, x = from_hf(hf), ids(61, 1, 20)
+    assert ours.wte.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert (ours(x)[0].float() - hf(x).logits.float()).abs().max() < 0.25
+    assert len(complete(ours, [1, 2, 3], 5)[0]) == 5
+
+
+@pytest.mark.parametrize("make", [lambda: hf_llama("Gemma", head_dim=8), lambda: hf_llama("Granite", embedding_multiplier=3.0),
+                                  lambda: hf_llama(hidden_act="gelu"), lambda: hf_llama("Mistral", sliding_window=4),
+                                  lambda: hf_llama(attention_bias=True), lambda: hf_llama("Qwen3"),
+                                  lambda: hf_gpt2(activation_function="relu"),
+                                  lambda: hf_gpt2(scale_attn_by_inverse_layer_idx=True)],
+                         ids=["gemma", "granite", "gelu", "sliding window", "bias", "qwen3", "relu", "scaled"])
+def test_models_of_another_shape_are_refused(make):
+    """Tensors of Llama's names in a model that computes something else with them: loaded, it would be silently wrong."""
+    with pytest.raises((SystemExit, AssertionError)):
+        from_hf(make())
+
 
 FAMILIES = {
     "gpt2": lambda **o: hf_gpt2(**o),

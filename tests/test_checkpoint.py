@@ -1,0 +1,211 @@
+"""Checkpoints: what is saved comes back, and what is damaged, foreign or of another version is refused in one line."""
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import plumbing.checkpoint
+from conftest import tiny
+from plumbing.fast import for_decoding
+from plumbing.text import Tokenizer
+
+
+def ids(V, B, T, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïve, 漢字 and 12345\n" * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    """-> path of a saved tied backbone, the backbone."""
+    target, path = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size), str(tmp_path / "backbone" / "model.safetensors")
+    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
+    return path, target
+
+
+def refused(capsys, call, *words):
+    """call ends with status 2 and exactly one line on stderr, which holds words."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        call()
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err, err
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_save_and_load(style, tied, tmp_path, tokenizer):
+    """A tensor or a number of the config that does not come back; a tie lost, or stored twice; another tokenizer."""
+    target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0, eps=0.01)
+    path = str(tmp_path / "deep" / "er" / "m.safetensors")
+    plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
+    loaded, again, meta = plumbing.checkpoint.load_model(path)
+    assert loaded.cfg == target.cfg and meta["metrics"] == {"val_loss": 3.5} and meta["kind"] == "backbone"
+    x = ids(tokenizer.vocab_size, 1, 40)
+    assert torch.allclose(loaded(x)[0], target(x)[0], atol=1e-5)       # equal numbers, in another layout
+    for (name, a), (_, b) in zip(loaded.named_parameters(), target.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert loaded.fingerprint == target.fingerprint
+    assert again.encode(WORDS) == tokenizer.encode(WORDS) and again.eos == tokenizer.eos
+    assert (loaded.lm_head.weight.data_ptr() == loaded.wte.weight.data_ptr()) == tied
+    assert ("lm_head.weight" in load_file(path)) == (not tied)
+    matrix = 4 * 16 * tokenizer.vocab_size
+    numbers = 4 * sum(p.numel() for p in target.parameters())          # a tie counts once
+    bare = os.path.getsize(path) - numbers - len(json.dumps(tokenizer.to_dict()))
+    assert 0 < bare < matrix, "the embedding is stored twice"
+    with open(path.replace(".safetensors", ".json")) as f:
+        assert json.load(f)["config"]["n_embd"] == 16
+    assert len(os.listdir(os.path.dirname(path))) == 2                 # no temporary file
+
+
+def test_tie_is_kept_in_training_after_load(saved):
+    """A tie that is only a copy of values: one step of training would tear it."""
+    loaded = plumbing.checkpoint.load_model(saved[0])[0]
+    for p in loaded.parameters():
+        p.requires_grad_(True)
+    opt = torch.optim.SGD(loaded.parameters(), lr=1.0)
+    F.cross_entropy(loaded(torch.tensor([[1, 2]]))[0][0], torch.tensor([2, 3])).backward()
+    opt.step()
+    assert torch.equal(loaded.wte.weight, loaded.lm_head.weight)
+    assert loaded.wte.weight is loaded.lm_head.weight
+
+
+def test_fingerprint():
+    """A hash that misses a weight, a name or a shape: drafters would accept another backbone."""
+    target = tiny()
+    tensors = plumbing.checkpoint.model_tensors(target)
+    first = plumbing.checkpoint.fingerprint(tensors)
+    assert plumbing.checkpoint.fingerprint(plumbing.checkpoint.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
+    for name, t in tensors.items():
+        t.view(-1)[-1] += 1e-9
+        assert plumbing.checkpoint.fingerprint(tensors) != first, name
+        t.view(-1)[-1] -= 1e-9
+        t.copy_(tiny().state_dict()[name])
+    assert plumbing.checkpoint.fingerprint(tensors) == first
+    w = torch.arange(6.0)
+    prints = {plumbing.checkpoint.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
+    assert len(prints) == 5
+
+
+def test_missing_file(tmp_path, capsys):
+    """A traceback where a sentence with the next command is due."""
+    path = str(tmp_path / "none.safetensors")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "train.py")
+    refused(capsys, lambda: plumbing.checkpoint.load_model(str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("left", [0, 4, 8, 100, 0.5, 0.999])
+def test_truncated_file(saved, left, capsys):
+    """A half-written file read as if whole, or a traceback."""
+    path, size = saved[0], os.path.getsize(saved[0])
+    os.truncate(path, left if isinstance(left, int) else int(size * left))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "broken")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"meta": "not json"}])
+def test_foreign_safetensors_file(tmp_path, metadata, capsys):
+    """Somebody else's file taken for ours."""
+    path = str(tmp_path / "foreign.safetensors")
+    save_file({"w": torch.zeros(3)}, path, metadata=metadata)
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, "not ours")
+
+
+def test_a_text_file_is_no_checkpoint(tmp_path, capsys):
+    """A traceback for a file that is not safetensors at all."""
+    path = tmp_path / "m.safetensors"
+    path.write_text("hello " * 100)
+    refused(capsys, lambda: plumbing.checkpoint.load_model(str(path)), str(path))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "backbone (resume)"])
+def test_other_checkpoints_are_no_backbone(saved, kind, capsys):
+    """Heads, or the state of an interrupted run, loaded as a backbone."""
+    path = saved[0]
+    plumbing.checkpoint.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
+    refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, kind)
+
+
+def rewrite(path, change):
+    tensors, meta = plumbing.checkpoint.load(path, "", "")
+    change(tensors, meta)
+    plumbing.checkpoint.save(path, tensors, meta)
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "norm.weight", "blocks.1.attn.qkv.weight"])
+def test_missing_tensor(saved, name, capsys):
+    """Non-strict loading: a model with random weights in one place."""
+    rewrite(saved[0], lambda tensors, meta: tensors.pop(name))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
+
+
+@pytest.mark.parametrize("name", ["blocks.2.norm1.weight", "extra", "lm_head.weight"])
+def test_extra_tensor(saved, name, capsys):
+    """A tensor that nobody reads: the file is of another model (lm_head.weight: of an untied one)."""
+    shape = (saved[1].cfg.vocab_size, 16)
+    rewrite(saved[0], lambda tensors, meta: tensors.update({name: torch.zeros(shape)}))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], name)
+
+
+def test_misshapen_tensor(saved, capsys):
+    """A tensor of another size is named, not thrown as an exception."""
+    rewrite(saved[0], lambda tensors, meta: tensors.update({"norm.weight": torch.zeros(17)}))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "norm.weight")
+
+
+def test_config_of_another_version(saved, capsys):
+    """A config with a field that this version does not know: a traceback instead of a sentence."""
+    rewrite(saved[0], lambda tensors, meta: meta["config"].update(dropout=0.1))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "dropout")
+
+
+@pytest.mark.parametrize("broken", ["replace", "save_file", "half", "interrupt"])
+def test_a_failing_save_leaves_the_old_file(saved, tokenizer, broken, monkeypatch, capsys):
+    """A full disk or Ctrl-C while writing: the old checkpoint must stay whole, and no rubbish beside it."""
+    path, target = saved
+    before, files = open(path, "rb").read(), sorted(os.listdir(os.path.dirname(path)))
+
+    def full(*args, **kwargs):
+        if broken in ("half", "interrupt"):
+            with open(args[1], "wb") as f:
+                f.write(b"half")
+        raise KeyboardInterrupt if broken == "interrupt" else OSError("No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(*(os, "replace", full) if broken == "replace" else (plumbing.checkpoint, "save_file", full))
+        target.wte.weight.data.add_(1)
+        call = lambda: plumbing.checkpoint.save_model(path, target, tokenizer)
+        if broken == "interrupt":
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        else:
+            refused(capsys, call, path, "No space left")
+    assert open(path, "rb").read() == before and sorted(os.listdir(os.path.dirname(path))) == files
+    plumbing.checkpoint.load_model(path)
+
+
+def test_save_into_a_folder_that_cannot_be_made(saved, capsys):
+    """--out that names a file: a traceback after minutes of training."""
+    path = os.path.join(saved[0], "medusa", "model.safetensors")       # below a file
+    refused(capsys, lambda: plumbing.checkpoint.save(path, {"w": torch.zeros(2)}, {}), path)
+
+
+def test_save_refuses_what_json_cannot_say(saved):
+    """A NaN metric or a tensor in the metadata: a file that strict readers refuse; the old one stays."""
+    before = open(saved[0], "rb").read()
+    for wrong in (float("nan"), torch.tensor(1.0)):
+        with pytest.raises((ValueError, TypeError)):
+            plumbing.checkpoint.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
+    assert open(saved[0], "rb").read() == before and len(os.listdir(os.path.dirname(saved[0]))) == 2
