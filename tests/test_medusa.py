@@ -37,7 +37,10 @@ OPTIONS = {
 
 
 def make_net(target, shaken=True, seed=1, **options):
-    """A net in evaluation mode; shaken = all its parameters random, so that no head can stand in for another."""
+    """
+    A net in evaluation mode;
+    shaken = all its parameters random, so that no head can stand in for another.
+    """
     torch.manual_seed(seed)
     net = Net(Config(**options), target).to(target.wte.weight.dtype)
     for p in net.parameters() if shaken else ():
@@ -58,7 +61,7 @@ def by_hand(net, target, h, k):
     return z @ (target.lm_head.weight if net.out is None else net.out[k - 1]).T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
 
 @pytest.mark.parametrize("share", [True, False])
@@ -85,7 +88,10 @@ def test_heads_compute_the_papers_formula(share):
 
 
 def test_own_output_matrices_are_copies():
-    """W2 that shares storage with lm_head (and, tied, with wte), or with another head's: training would move the target."""
+    """
+    W2 that shares storage with lm_head (and, tied, with wte), or with another head's:
+    training would move the target.
+    """
     target = tiny(tied=True)
     before = {k: v.clone() for k, v in target.state_dict().items()}
     net = make_net(target, shaken=False, share_head=False)
@@ -111,10 +117,11 @@ def test_the_net_owns_nothing_of_the_target():
     assert sum(p.numel() for p in net.parameters()) == 4 * (16 * 16 + 16)
     assert set(make_net(target, share_head=False).state_dict()) == {"proj.weight", "proj.bias", "out"}
     places = {p.untyped_storage().data_ptr() for p in target.parameters()}
-    assert not places & {p.untyped_storage().data_ptr() for p in make_net(target, share_head=False).parameters()}
+    whole = make_net(target, share_head=False)
+    assert not places & {p.untyped_storage().data_ptr() for p in whole.parameters()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
 
 def loss_by_hand(net, target, x):
@@ -134,8 +141,10 @@ def loss_by_hand(net, target, x):
     return total, top1
 
 
-@pytest.mark.parametrize("options", [dict(soft=0.0, hard=1.0), dict(soft=1.0, hard=0.0), dict(soft=0.7, hard=0.3, decay=0.5),
-                                     dict(share_head=False, soft=0.5)], ids=str)
+@pytest.mark.parametrize("options", [
+    dict(soft=0.0, hard=1.0), dict(soft=1.0, hard=0.0), dict(soft=0.7, hard=0.3, decay=0.5),
+    dict(share_head=False, soft=0.5),
+], ids=str)
 @pytest.mark.parametrize("B, T", [(1, 6), (2, 7), (3, 6)])
 def test_loss_is_the_hand_written_sum(options, B, T):
     """A label one place off, an anchor too many, the soft target of another position, a weight forgotten."""
@@ -171,7 +180,10 @@ def test_text_too_short_for_the_last_heads():
 
 
 def test_random_anchors_are_real_anchors():
-    """In training: labels that do not belong to the drawn anchors, anchors without a label, the same ones in every batch."""
+    """
+    In training: labels that do not belong to the drawn anchors, anchors without a label,
+    the same ones in every batch.
+    """
     target = tiny(seed=4)
     net, x = make_net(target, anchors=5), text(target, 3, 30)
     every = [[part.view(3, -1, *part.shape[1:]) for part in parts] for parts in guesses(net, target, x)]
@@ -181,10 +193,11 @@ def test_random_anchors_are_real_anchors():
         for k, (g, t, o) in enumerate(guesses(net, target, x), 1):
             assert len(g) == len(t) == len(o) == 3 * 5
             for i in range(15):
-                same = [a for a in range(30 - 1 - k) if torch.allclose(every[k - 1][0][i // 5, a], g[i], atol=1e-9)]
+                logits, labels, own = (part[i // 5] for part in every[k - 1])
+                same = [a for a in range(30 - 1 - k) if torch.allclose(logits[a], g[i], atol=1e-9)]
                 assert len(same) == 1
-                assert every[k - 1][1][i // 5, same[0]] == t[i]
-                assert torch.allclose(every[k - 1][2][i // 5, same[0]], o[i], atol=1e-9)
+                assert labels[same[0]] == t[i]
+                assert torch.allclose(own[same[0]], o[i], atol=1e-9)
                 drawn.append(same[0])
     assert len(set(drawn)) > 15 and min(drawn) < 5 and max(drawn) > 20
     net.cfg.anchors = 0
@@ -215,7 +228,7 @@ def test_a_head_knows_nothing_of_later_tokens():
         assert not torch.allclose(a[10:], b[10:], atol=1e-3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Training
 
 class Repeat:
@@ -244,7 +257,8 @@ class Repeat:
 def test_loss_halves_on_one_batch(options):
     """An optimiser that holds no or other parameters, gradients that pile up or are dropped, a sign."""
     torch.manual_seed(0)
-    target = GPT(GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ffn=32, vocab_size=23, block_size=40)).eval()
+    shape = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ffn=32, vocab_size=23, block_size=40)
+    target = GPT(GPTConfig(**shape)).eval()
     with torch.no_grad():
         for p in target.parameters():
             p.mul_(8 if p.dim() > 1 else 1)
@@ -255,7 +269,7 @@ def test_loss_halves_on_one_batch(options):
     net = medusa.train(cfg, target, run)
     assert len(run.seen) == 60
     floor = 0.0
-    if cfg.soft:                                                       # cross-entropy cannot fall below the target's entropy
+    if cfg.soft:  # cross-entropy cannot fall below the target's entropy
         for k, (_, _, own) in enumerate(guesses(net, target, x), 1):
             p = own.softmax(-1)
             floor += cfg.decay**k * -(p * p.clamp(min=1e-30).log()).sum(-1).mean().item()
@@ -264,11 +278,14 @@ def test_loss_halves_on_one_batch(options):
     assert not any(p.requires_grad for p in target.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Medusa-2
 
 def make_joint(target, **options):
-    """Heads and a copy of the target, shaken both, in float64; anchors=0 so that training mode is deterministic."""
+    """
+    Heads and a copy of the target, shaken both, in float64;
+    anchors=0 so that training mode is deterministic.
+    """
     joint = Joint(make_net(target, recipe=2, **{"anchors": 0, **options}), target).train()
     torch.manual_seed(9)
     for p in joint.target.parameters():
@@ -279,8 +296,10 @@ def make_joint(target, **options):
 @pytest.mark.parametrize("lm", ["text", "kl"])
 @pytest.mark.parametrize("share", [True, False])
 def test_the_joint_loss_is_equation_2(lm, share):
-    """L_LM + lambda_0 L_Medusa1 by hand: a weight on the wrong term, a KL the other way round, labels one place off, the
-    heads on the original's hidden states."""
+    """
+    L_LM + lambda_0 L_Medusa1 by hand: a weight on the wrong term, a KL the other way round,
+    labels one place off, the heads on the original's hidden states.
+    """
     target = tiny(seed=3)
     joint, x = make_joint(target, lm=lm, share_head=share, hard=0.3), text(target, 2, 7)
     total, lm_term, _ = joint_loss(joint, target, x, 0.2)
@@ -299,7 +318,10 @@ def test_the_joint_loss_is_equation_2(lm, share):
 
 
 def test_kl_is_zero_and_flat_at_the_start():
-    """A teacher that is not the original, or a cross-entropy in its place: the backbone would move from the first step."""
+    """
+    A teacher that is not the original, or a cross-entropy in its place:
+    the backbone would move from the first step.
+    """
     target = tiny()
     joint = Joint(make_net(target, recipe=2, lm="kl"), target)
     total, lm, _ = joint_loss(joint, target, text(target, 2, 9), 0.0)
@@ -311,26 +333,30 @@ def test_kl_is_zero_and_flat_at_the_start():
 @pytest.mark.parametrize("lm", ["text", "kl"])
 @pytest.mark.parametrize("share", [True, False])
 def test_joint_gradients_reach_both_parts(lm, share):
-    """Hidden states that are detached (the heads would not shape the backbone), labels that are not; a teacher that learns."""
+    """
+    Hidden states that are detached (the heads would not shape the backbone), labels that are not;
+    a teacher that learns.
+    """
     target = tiny(seed=5, tied=False)
     joint, x = make_joint(target, lm=lm, share_head=share, hard=0.5), text(target, 2, 12)
     joint_loss(joint, target, x, 0.2)[0].backward()
     for n, p in joint.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, n
     assert all(p.grad is None for p in target.parameters())
-    h = joint.target.hidden(x)                                         # the heads' loss reaches the backbone through h alone
+    h = joint.target.hidden(x)  # the heads' loss reaches the backbone through h alone
     joint.zero_grad()
     logits = joint.target.lm_head(h)
     loss(joint.net, joint.target, x, (h, logits.detach()))[0].backward()
     grad = joint.target.blocks[0].attn.qkv.weight.grad
     assert grad.abs().max() > 0
-    before = copy.deepcopy(joint)                                      # ... as a difference quotient with fixed labels says
+    before = copy.deepcopy(joint)  # ... as a difference quotient with fixed labels says
     w, step = before.target.blocks[0].attn.qkv.weight, 1e-6
     values = []
     for sign in (1, -1):
         with torch.no_grad():
             w[0, 0] += sign * step
-            values.append(loss(before.net, before.target, x, (before.target.hidden(x), logits.detach()))[0].item())
+            seen = before.target.hidden(x), logits.detach()
+            values.append(loss(before.net, before.target, x, seen)[0].item())
             w[0, 0] -= sign * step
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(grad[0, 0].item(), rel=1e-4, abs=1e-7)
     both, grad = [], grad.clone()                                      # and the joint loss has all of it
@@ -343,7 +369,10 @@ def test_joint_gradients_reach_both_parts(lm, share):
 
 @pytest.mark.parametrize("lm", ["text", "kl"])
 def test_gradients_survive_autocast(lm):
-    """As on a GPU: dtypes that do not mix, labels or a KL in half precision, a weight whose gradient is lost on the way."""
+    """
+    As on a GPU: dtypes that do not mix, labels or a KL in half precision,
+    a weight whose gradient is lost on the way.
+    """
     target = tiny(dtype=torch.float32, tied=False)
     joint = make_joint(target, lm=lm)
     with torch.autocast("cpu", torch.bfloat16):
@@ -361,7 +390,7 @@ def train_both(target, steps=20, cfg=(), watch=lambda run, joint, opt: None):
             module.train()
             for _ in range(self.n):
                 for g, lr in zip(optimisers[0].param_groups, self.peak):
-                    g["lr"] = lr                                       # as train.py's schedule sets it, here a constant
+                    g["lr"] = lr  # as train.py's schedule sets it, here a constant
                 yield self.x
                 watch(self, module, optimisers[0])
             self.evaluate = evaluate
@@ -371,7 +400,10 @@ def train_both(target, steps=20, cfg=(), watch=lambda run, joint, opt: None):
 
 
 def test_stages_and_learning_rates():
-    """A backbone that moves in stage 1, by weight decay or momentum; one rate for all; a backbone that never learns."""
+    """
+    A backbone that moves in stage 1, by weight decay or momentum;
+    one rate for all; a backbone that never learns.
+    """
     target = tiny(seed=4, dtype=torch.float32)
     original, rates, moved, heads = copy.deepcopy(target.state_dict()), [], [], []
 
@@ -381,10 +413,11 @@ def test_stages_and_learning_rates():
         heads.append(joint.net.proj.weight.detach().abs().max().item())
         rates.append([g["lr"] for g in opt.param_groups])
     joint, run = train_both(target, 20, dict(warmup=0.5), watch)
-    # the step after progress 0.5 has a backbone rate of 0, then the rate rises over a tenth of the joint training
+    # the step after progress 0.5 has a backbone rate of 0,
+    # then the rate rises over a tenth of the joint training
     assert moved == [False] * 11 + [True] * 9 and heads[0] > 0
     assert all(r[0] == 1e-2 for r in rates) and [r[1] for r in rates[11:]] == [pytest.approx(2.5e-3)] * 9
-    assert all(torch.equal(v, original[k]) for k, v in target.state_dict().items())             # the original stays
+    assert all(torch.equal(v, original[k]) for k, v in target.state_dict().items())  # the original stays
     assert not any(p.requires_grad for p in target.parameters())
     assert joint.target.lm_head.weight is joint.target.wte.weight      # still tied
     assert {p.untyped_storage().data_ptr() for p in joint.parameters()}.isdisjoint(
@@ -399,14 +432,20 @@ def test_the_warm_up_is_medusa_1():
     run = Repeat(text(target, 2, 12), 5)
     alone = medusa.train(Config(**cfg), target, run)
     weights = []
-    train_both(target, 10, dict(warmup=0.5), lambda run, joint, opt: weights.append(joint.net.proj.weight.detach().clone()))
+
+    def watch(run, joint, opt):
+        weights.append(joint.net.proj.weight.detach().clone())
+    train_both(target, 10, dict(warmup=0.5), watch)
     assert torch.equal(weights[4], alone.proj.weight) and not torch.equal(weights[5], weights[4])
 
 
 @pytest.mark.parametrize("ramp, share", [("none", lambda d: 1.0), ("linear", lambda d: d),
                                          ("sine", lambda d: math.sin(d * math.pi / 2))])
 def test_the_ramp_weighs_the_heads(ramp, share, monkeypatch):
-    """A ramp on the backbone's term (as one sentence of the paper has it), over stage 1 too, or that never reaches 1."""
+    """
+    A ramp on the backbone's term (as one sentence of the paper has it), over stage 1 too,
+    or that never reaches 1.
+    """
     target, weights, real = tiny(seed=4, dtype=torch.float32), [], medusa.joint_loss
     monkeypatch.setattr(medusa, "joint_loss", lambda j, o, x, w: weights.append(w) or real(j, o, x, w))
     train_both(target, 8, dict(warmup=0.25, ramp=ramp, heads_weight=0.3))
@@ -415,7 +454,10 @@ def test_the_ramp_weighs_the_heads(ramp, share, monkeypatch):
 
 
 def test_naive_joint_training_can_be_asked_for():
-    """--warmup 0 --backbone-lr 1 --heads-weight 1: one rate, no stages, plain sum, against a loop written here."""
+    """
+    --warmup 0 --backbone-lr 1 --heads-weight 1: one rate, no stages, plain sum,
+    against a loop written here.
+    """
     target = tiny(seed=4, dtype=torch.float32)
     joint, run = train_both(target, 6, dict(warmup=0.0, backbone_lr=1.0, heads_weight=1.0))
     mine = Joint(Net(Config(n_heads=2, anchors=0), target).to(run.x.device), target).train()
@@ -435,43 +477,54 @@ def test_naive_joint_training_can_be_asked_for():
 
 @pytest.fixture(scope="module")
 def both(trained, text_file, tmp_path_factory):
-    """-> the arguments of a Medusa-2 training, and a folder that holds the backbone, its heads, and what they made."""
+    """
+    -> the arguments of a Medusa-2 training,
+    and a folder that holds the backbone, its heads, and what they made.
+    """
     out = str(tmp_path_factory.mktemp("both"))
     for name in ("backbone", "medusa", "amphista"):
         shutil.copytree(os.path.join(trained, name), os.path.join(out, name))
-    args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu", "--steps", "8",
-            "--batch-size", "2", "--anchors", "8", "--lr", "0.02"]
+    args = ["--method", "medusa", "--recipe", "2", "--out", out, "--data", text_file, "--device", "cpu",
+            "--steps", "8", "--batch-size", "2", "--anchors", "8", "--lr", "0.02"]
     before = fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors")))
     train.main(args)
-    assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before          # it stays
+    assert fingerprint(load_file(os.path.join(out, "backbone", "model.safetensors"))) == before  # it stays
     return args, out
 
 
 def decoded(capsys, out, *argv):
-    sample.main(["--out", str(out), "--max-new-tokens", "40", "--prompt", "the cat ", "--device", "cpu", *argv])
+    sample.main(["--out", str(out), "--max-new-tokens", "40", "--prompt", "the cat ", "--device", "cpu",
+                 *argv])
     return capsys.readouterr()
 
 
 def test_medusa_2_round_trip(both, capsys):
-    """A new backbone that is saved without its heads or after other steps, or is not what plain decoding and --compare use."""
+    """
+    A new backbone that is saved without its heads or after other steps,
+    or is not what plain decoding and --compare use.
+    """
     args, out = both
     new = os.path.join(out, "medusa2")
     tensors, meta = load(os.path.join(new, "medusa", "model.safetensors"), "", "")
     target, _, backbone = load_model(os.path.join(new, "backbone", "model.safetensors"))
     old, _, original = load_model(os.path.join(out, "backbone", "model.safetensors"))
     assert set(tensors) == {"proj.weight", "proj.bias"} and target.cfg == old.cfg and backbone["finished"]
-    assert meta["backbone"] == target.fingerprint != old.fingerprint and meta["original"] == backbone["original"] == old.fingerprint
-    assert meta["parameters"] == sum(p.numel() for p in target.parameters()) + sum(t.numel() for t in tensors.values())
+    assert meta["backbone"] == target.fingerprint != old.fingerprint
+    assert meta["original"] == backbone["original"] == old.fingerprint
+    sizes = [p.numel() for p in target.parameters()] + [t.numel() for t in tensors.values()]
+    assert meta["parameters"] == sum(sizes)
     log = [json.loads(line) for line in open(os.path.join(new, "medusa", "log.jsonl"))]
-    corpus = plumbing.text.Corpus(plumbing.text.read_texts(args[args.index("--data") + 1])).tokenize(Tokenizer.from_dict(original["tokenizer"]))
+    texts = plumbing.text.read_texts(args[args.index("--data") + 1])
+    corpus = plumbing.text.Corpus(texts).tokenize(Tokenizer.from_dict(original["tokenizer"]))
     x = torch.cat(corpus.val_batches(8, 64, 4))
     for key, model in (("backbone_before", old), ("backbone", target)):
         assert log[-1][key] == meta["metrics"][key] == backbone["metrics"][key]
         assert meta["metrics"][key] == pytest.approx(train.backbone_loss(model, x)[0].item(), abs=2e-3)
     net = Net(Config(), target)
     net.load_state_dict(tensors)
-    hits, others = (plumbing.budget.calibrate(medusa, net.eval(), m, corpus.val_batches(8, 64, 16))["hits"] for m in (target, old))
-    assert meta["calibration"]["hits"] == hits != others               # the heads were tried on their own backbone
+    held_out = corpus.val_batches(8, 64, 16)
+    hits, others = (plumbing.budget.calibrate(medusa, net.eval(), m, held_out)["hits"] for m in (target, old))
+    assert meta["calibration"]["hits"] == hits != others  # the heads were tried on their own backbone
     assert log[0]["backbone"] == log[0]["backbone_before"] == log[-1]["backbone_before"]         # stage 1
     for T in ("0", "1"):
         plain = decoded(capsys, new, "--method", "plain", "--temperature", T).out
@@ -507,22 +560,28 @@ def test_medusa_2_resumes(both, tmp_path, monkeypatch, capsys, at):
     monkeypatch.setattr(plumbing.trainer.Run, "sync", interrupt)
     with pytest.raises(SystemExit):
         train.main(args)
-    assert decoded(capsys, tmp_path / "medusa2", "--method", "medusa").out  # what an interrupted run leaves is usable
+    # what an interrupted run leaves can be used
+    assert decoded(capsys, tmp_path / "medusa2", "--method", "medusa").out
     train.main(args + ["--resume"])
     assert len(count) == 8
     for part in ("backbone", "medusa"):
         a, b = (load_file(os.path.join(o, "medusa2", part, "model.safetensors")) for o in (out, tmp_path))
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    logs = [[json.loads(line) for line in open(os.path.join(o, "medusa2/medusa/log.jsonl"))] for o in (out, tmp_path)]
-    assert [logs[0][-1][k] for k in ("val_loss", "top1", "backbone", "backbone_before")] == [
-        logs[1][-1][k] for k in ("val_loss", "top1", "backbone", "backbone_before")]
+    last = []
+    for o in (out, tmp_path):
+        with open(os.path.join(o, "medusa2/medusa/log.jsonl")) as f:
+            last.append(json.loads(f.readlines()[-1]))
+    for key in ("val_loss", "top1", "backbone", "backbone_before"):
+        assert last[0][key] == last[1][key]
     capsys.readouterr()
     train.main(args + ["--resume"])
     assert "finished already" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv, says", [(["--warmup", "1"], "--warmup"), (["--recipe", "3"], "--recipe"), (["--lm", "x"], "--lm"),
-                                        (["--ramp", "x"], "--ramp"), (["--backbone-lr", "-1"], "--backbone-lr")])
+@pytest.mark.parametrize("argv, says", [
+    (["--warmup", "1"], "--warmup"), (["--recipe", "3"], "--recipe"), (["--lm", "x"], "--lm"),
+    (["--ramp", "x"], "--ramp"), (["--backbone-lr", "-1"], "--backbone-lr"),
+])
 def test_mistakes_about_medusa_2_get_one_line(argv, says, tmp_path, capsys):
     """A division by zero, or a traceback, for what a user typed."""
     with pytest.raises(SystemExit) as e:
@@ -531,7 +590,7 @@ def test_mistakes_about_medusa_2_get_one_line(argv, says, tmp_path, capsys):
     assert e.value.code == 2 and says in err and err.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft
 
 class Spy(Sampler):
@@ -545,7 +604,10 @@ class Spy(Sampler):
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("T", [0.0, 1.0])
 def test_drafted_logits_are_the_heads_of_the_committed_text(T, share):
-    """A hidden state of a rejected node, of the token before, or of an earlier text; noise of a neighbouring position."""
+    """
+    A hidden state of a rejected node, of the token before, or of an earlier text;
+    noise of a neighbouring position.
+    """
     target = tiny(seed=7)
     net = make_net(target, share_head=share)
     drafter = Drafter(net, target)
@@ -557,7 +619,7 @@ def test_drafted_logits_are_the_heads_of_the_committed_text(T, share):
         n = len(prompt)
         for (logits, positions), step in zip(spy.ranked, [0] + stats.accepted[1:]):
             n += step
-            h = target.hidden(torch.tensor([full[:n]]))[:, -1]         # committed: all but the root at position n
+            h = target.hidden(torch.tensor([full[:n]]))[:, -1]  # committed: all but the root at position n
             assert positions == list(range(n + 1, n + 5))
             for k in range(1, 5):
                 assert torch.allclose(logits[k - 1], by_hand(net, target, h, k)[0], atol=1e-9)
@@ -567,12 +629,14 @@ def test_drafted_logits_are_the_heads_of_the_committed_text(T, share):
 def test_trees_of_a_draft():
     """More nodes than asked for, another topology than asked for, a root that is not the last token."""
     target = tiny(seed=7)
-    for shape, nodes in ((None, 1), (None, 9), (chain(3), 16), (cartesian(4, 3), 16), (grow([[0.5, 0.4], [0.3]], 4), 16)):
+    for shape, nodes in ((None, 1), (None, 9), (chain(3), 16), (cartesian(4, 3), 16),
+                         (grow([[0.5, 0.4], [0.3]], 4), 16)):
         drafter = Drafter(make_net(target), target, shape=shape, nodes=nodes)
         drafter.start(target, 40)
         drafter.observe([1, 2, 3], target.hidden(torch.tensor([[1, 2, 3]]))[0], None)
         tree = drafter.draft(17, Sampler())
-        assert tree.tokens[0] == 17 and len(tree) == drafter.rows == (nodes if shape is None else len(shape.parent))
+        size = nodes if shape is None else len(shape.parent)
+        assert tree.tokens[0] == 17 and len(tree) == drafter.rows == size
         assert shape is None or tree.parent == shape.parent
 
 
@@ -595,7 +659,7 @@ def test_a_tree_wider_than_the_vocabulary_is_cut():
     assert out == complete(target, [1, 2], 20)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Typical acceptance: lossy, by the paper's rule
 
 def typical_slowly(tokens, parent, choice, p, epsilon, delta):
@@ -620,43 +684,54 @@ def random_tree(rng, g, V=5, scale=1.5):
 
 
 def test_typical_acceptance_is_the_papers_rule():
-    """An entropy in bits, a >= or a maximum for the >  and the minimum, a node accepted without its parent, a shorter path."""
+    """
+    An entropy in bits, a >= or a maximum for the >  and the minimum,
+    a node accepted without its parent, a shorter path.
+    """
     rng, g, seen, lossy = random.Random(0), torch.Generator().manual_seed(0), set(), 0
     for case in range(400):
         tokens, parent, z = random_tree(rng, g)
         epsilon, delta = rng.choice([(0.09, 0.3), (0.25, 0.5), (0.01, 0.1), (0.5, 1.5), (1.0, 0.4)])
         rule = Typical(Sampler(rng.choice([0.5, 1.0])), epsilon, delta)
         p, choice = rule.sampler.probabilities(z), rule.greedy.choose(z, range(len(tokens)))
-        assert choice == z.argmax(-1).tolist()                         # the bonus token is greedy at any temperature
+        assert choice == z.argmax(-1).tolist()  # the bonus token is greedy at any temperature
         path, out = rule(Tree(tokens, parent), choice, z)
         assert (path, out) == walk_typical(tokens, parent, choice, p, epsilon, delta)
         assert (path, out) == typical_slowly(tokens, parent, choice, p.tolist(), epsilon, delta)
         assert path[0] == 0 and all(parent[b] == a for a, b in zip(path, path[1:])) and len(out) == len(path)
         seen.add(len(path))
         lossy += out[:-1] != [choice[i] for i in path[:-1]]
-    assert {1, 2, 3} <= seen and lossy > 50                            # it does accept what the target would not have chosen
+    assert {1, 2, 3} <= seen and lossy > 50  # it does accept what the target would not have chosen
 
 
 def test_typical_acceptance_by_the_numbers():
-    """p = (.5, .3, .2): H = 1.0297, so delta = .3 puts the limit at .1071 and epsilon = .09 below it; strict at the limit."""
+    """
+    p = (.5, .3, .2): H = 1.0297, so delta = .3 puts the limit at .1071 and epsilon = .09 below it;
+    strict at the limit.
+    """
     p = torch.tensor([[0.5, 0.3, 0.2]] * 4, dtype=torch.float64)
     limit = 0.5**0.5 * 0.3**0.3 * 0.2**0.2                             # exp(-H)
     assert limit == pytest.approx(0.357131, abs=1e-6)
-    accepts = lambda token, epsilon, delta: walk_typical([9, token], [-1, 0], [0, 0, 0, 0], p, epsilon, delta)[0] == [0, 1]
+
+    def accepts(token, epsilon, delta):
+        return walk_typical([9, token], [-1, 0], [0, 0, 0, 0], p, epsilon, delta)[0] == [0, 1]
     assert [accepts(v, 0.09, 0.3) for v in range(3)] == [True, True, True]         # the authors' defaults
     assert [accepts(v, 0.25, 0.5) for v in range(3)] == [True, True, True]         # limit .17856
-    assert [accepts(v, 0.25, 1.0) for v in range(3)] == [True, True, False]        # .25: epsilon is the smaller
+    assert [accepts(v, 0.25, 1.0) for v in range(3)] == [True, True, False]  # .25: epsilon is the smaller
     assert [accepts(v, 1.0, 1.0) for v in range(3)] == [True, False, False]        # .357131: delta exp(-H) is
-    assert [accepts(v, 1.0, 1.5) for v in range(3)] == [False, False, False]       # .5357: not even the likeliest
+    assert [accepts(v, 1.0, 1.5) for v in range(3)] == [False, False, False]  # .5357: not even the likeliest
     assert [accepts(v, 0.3, 9.0) for v in range(3)] == [True, False, False]        # .3 > .3 is false
-    even = torch.full((2, 4), 0.25).double()                           # exp(-H) = 1/4: delta < 1 accepts all, 1 nothing
+    even = torch.full((2, 4), 0.25).double()  # exp(-H) = 1/4: delta < 1 accepts all, 1 nothing
     assert walk_typical([9, 3], [-1, 0], [0, 0], even, 1.0, 0.99)[0] == [0, 1]
     assert walk_typical([9, 3], [-1, 0], [0, 0], even, 1.0, 1.01)[0] == [0]
 
 
 def test_typical_takes_the_longest_path_and_of_equals_the_likeliest():
-    """The first accepted leaf, the likeliest instead of the longest path, a path that goes on below a rejected node."""
-    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 6, dtype=torch.float64)           # limit .09: token 3 is rejected
+    """
+    The first accepted leaf, the likeliest instead of the longest path,
+    a path that goes on below a rejected node.
+    """
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 6, dtype=torch.float64)  # limit .09: token 3 is rejected
     choice = [0] * 6
     go = lambda tokens, parent: walk_typical([9, *tokens], [-1, *parent], choice, p, 0.09, 9.0)
     assert go([0, 1, 2], [0, 0, 2]) == ([0, 2, 3], [1, 2, 0])          # .3 * .15 is longer than .5
@@ -668,12 +743,15 @@ def test_typical_takes_the_longest_path_and_of_equals_the_likeliest():
 
 
 def test_typical_at_temperature_zero_is_the_walk():
-    """A limit that a certain token does not pass, or that another one does: at T = 0 nothing may differ from greedy."""
+    """
+    A limit that a certain token does not pass, or that another one does:
+    at T = 0 nothing may differ from greedy.
+    """
     rng, g, longest = random.Random(1), torch.Generator().manual_seed(1), 0
     for case in range(400):
         tokens, parent, z = random_tree(rng, g, V=3)
         siblings = list(zip(parent, tokens))
-        if len(set(siblings)) < len(siblings):                         # of repeated children either may be followed
+        if len(set(siblings)) < len(siblings):  # of repeated children either may be followed
             continue
         for epsilon, delta in ((0.09, 0.3), (0.0, 0.0), (1.0, 0.99), (0.999, 50.0)):
             sampler = Sampler(0.0, top_k=2, top_p=0.5)
@@ -721,19 +799,26 @@ def test_typical_texts_at_temperature_zero_are_greedy(epsilon, delta):
 
 
 def test_the_first_token_of_a_typical_step_is_greedy_and_unconditional():
-    """A bonus or first token that is sampled, or that must pass the limit: at limit 1 nothing does, and the text is greedy."""
+    """
+    A bonus or first token that is sampled, or that must pass the limit:
+    at limit 1 nothing does, and the text is greedy.
+    """
     target = tiny(vocab_size=5)
     text, stats = typically(target, [1, 2], 20, AnyTree(5), Sampler(1.0, seed=3), 1.0, 50.0)
     assert stats.tau == 1 and text == complete(target, [1, 2], 20)[0]
     text, stats = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.25, 0.5)
     best = target(torch.tensor([[1, 2] + text]))[0][0].argmax(-1).tolist()
     ends = np.cumsum(stats.accepted)
-    assert stats.tau > 1.3 and all(text[n - 1] == best[1 + n - 1] for n in ends)   # every step's last token is greedy
+    # every step's last token is greedy
+    assert stats.tau > 1.3 and all(text[n - 1] == best[1 + n - 1] for n in ends)
     assert any(a != b for a, b in zip(text, best[1:]))                 # others are not
 
 
 def test_typical_text_is_lossy_and_knows_no_seed():
-    """Named lossy for a reason: children that hold token 1 only. Exact text has it 3 times of 10, typical text always."""
+    """
+    Named lossy for a reason: children that hold token 1 only.
+    Exact text has it 3 times of 10, typical text always.
+    """
     z = torch.from_numpy(np.log([[0.5, 0.3, 0.2]] * 2))
     first = []
     for seed in range(50):
@@ -743,7 +828,10 @@ def test_typical_text_is_lossy_and_knows_no_seed():
         assert torch.equal(s.rank(z, [4, 5]), z.float())               # no noise for the drafter either
     assert first == [[1, 0]] * 50
     target = tiny(vocab_size=5)
-    texts = {tuple(typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0, seed=seed), 0.09, 0.3)[0]) for seed in range(4)}
+    texts = set()
+    for seed in range(4):
+        sampler = Sampler(1.0, seed=seed)
+        texts.add(tuple(typically(target, [1, 2], 30, AnyTree(5), sampler, 0.09, 0.3)[0]))
     assert len(texts) == 1 and texts != {tuple(complete(target, [1, 2], 30)[0])}
     assert inspect.signature(generate).parameters["verify"].default is None        # never the default
 
@@ -754,11 +842,13 @@ def test_typical_stops_at_the_end_of_text():
     whole, _ = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.01, 0.1)
     for eos in set(whole):
         text, stats = typically(target, [1, 2], 30, AnyTree(5), Sampler(1.0), 0.01, 0.1, {eos})
-        assert text == whole[:whole.index(eos) + 1] and sum(stats.accepted) == len(text) and stats.stop == "eos"
+        assert text == whole[:whole.index(eos) + 1]
+        assert sum(stats.accepted) == len(text) and stats.stop == "eos"
 
 
 def test_bad_limits_are_refused():
     """An epsilon or a NaN that accepts everything without a word."""
-    for wrong, name in (((-0.1, 0.3), "epsilon"), ((1.1, 0.3), "epsilon"), ((0.1, -1), "delta"), ((0.1, math.nan), "delta")):
+    for wrong, name in (((-0.1, 0.3), "epsilon"), ((1.1, 0.3), "epsilon"), ((0.1, -1), "delta"),
+                        ((0.1, math.nan), "delta")):
         with pytest.raises(ValueError, match=name):
             Typical(Sampler(1.0), *wrong)
