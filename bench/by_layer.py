@@ -1,11 +1,13 @@
 r"""
-Do Hidden Transfer's pseudo states come closer to the real ones on their way up? (The paper has such a figure.)
+Do Hidden Transfer's pseudo states come closer to the real ones on their way up? (The paper has such a
+figure.)
 
-    python train.py --method hidden_transfer --layers 0        # made at the bottom, so that all layers can be seen
+    python train.py --method hidden_transfer --layers 0        # made at the bottom: all layers can be seen
     python bench/by_layer.py --png by_layer.png
 
-For state k at the input of each block: its mean cosine with the real state of the token that it stands for, and how often the
-target's norm and lm_head, put right there, read the right token from it. Held-out text. The last line is JSON.
+For state k at the input of each block: its mean cosine with the real state of the token that it stands for,
+and how often the target's norm and lm_head, put right there, read the right token from it. Held-out text.
+The last line is JSON.
 """
 import json
 import os
@@ -53,13 +55,16 @@ def chart(path, cosine, top1):
 
 def main(argv=None):
     opt, = parse(Options, argv=argv)
-    which = sample.Options(method="hidden_transfer", checkpoint=opt.checkpoint, out=opt.out, device=opt.device, dtype="float32")
+    which = sample.Options(method="hidden_transfer", checkpoint=opt.checkpoint, out=opt.out,
+                           device=opt.device, dtype="float32")
     target, tokenizer, drafter, _ = setup(which, METHODS)
-    batches = Corpus(read_texts(opt.data)).tokenize(tokenizer).val_batches(8, min(256, target.cfg.block_size), opt.batches)
+    corpus = Corpus(read_texts(opt.data)).tokenize(tokenizer)
+    batches = corpus.val_batches(8, min(256, target.cfg.block_size), opt.batches)
     tables = [hidden_transfer.by_layer(drafter.net, target, x.to(target.wte.weight.device)) for x in batches]
     cosine, top1 = (torch.stack(t).mean(0) for t in zip(*tables))      # (L + 1, K)
-    K = drafter.net.K
-    print(f"{'blocks passed':14s}" + "".join(f"{f'cosine {k}':>10s}" for k in range(1, K + 1)) + "".join(f"{f'top-1 {k}':>9s}" for k in range(1, K + 1)))
+    states = range(1, drafter.net.K + 1)
+    heads = "".join(f"{f'cosine {k}':>10s}" for k in states) + "".join(f"{f'top-1 {k}':>9s}" for k in states)
+    print(f"{'blocks passed':14s}{heads}")
     for l in range(len(cosine)):
         print(f"{l:<14d}" + "".join(f"{c:10.3f}" for c in cosine[l]) + "".join(f"{a:9.3f}" for a in top1[l]))
     if opt.png:

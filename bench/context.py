@@ -3,8 +3,8 @@ What a token costs as the context grows: plain and speculative decoding, time an
 
     python bench/context.py --backbone smollm2 --method amphista
 
-The prompt is training text of so many tokens; after it a few tokens are written by plain decoding and by the method in turn.
-A step reads the cache once, so its cost should grow as the cache does, in a straight line.
+The prompt is training text of so many tokens; after it a few tokens are written by plain decoding and by the
+method in turn. A step reads the cache once, so its cost should grow as the cache does, in a straight line.
 """
 import json
 import os
@@ -61,32 +61,36 @@ def main(argv=None):
     except ValueError:
         lengths = [0]
     if min(lengths) <= opt.new_tokens or max(lengths) > target.cfg.block_size:
-        fail(f"--lengths must be numbers above --new-tokens {opt.new_tokens}, up to the context of {target.cfg.block_size}, with "
-             f"commas, not {opt.lengths}")
+        fail(f"--lengths must be numbers above --new-tokens {opt.new_tokens}, up to the context of "
+             f"{target.cfg.block_size}, with commas, not {opt.lengths}")
     text = Corpus(read_texts(opt.data)).tokenize(tokenizer).train[:max(lengths)].tolist()
     if len(text) < max(lengths):
         fail(f"--data {opt.data} has {len(text)} tokens: too few for --lengths {opt.lengths}")
-    result = dict(options=asdict(opt), versions=versions(), machine=platform.processor() or platform.machine(),
+    machine = platform.processor() or platform.machine()
+    result = dict(options=asdict(opt), versions=versions(), machine=machine,
                   threads=torch.get_num_threads(), rows=[])
     print(f"{opt.method}, trees of {opt.nodes} | {result['threads']} threads, {target.wte.weight.dtype} | "
           + " ".join(f"{k} {v}" for k, v in result["versions"].items()))
-    print(f"{'context':>8s} {'prompt, s':>9s} {'plain step, ms':>14s} {'method step, ms':>15s} {'draft, ms':>9s} {'speed-up':>8s} "
-          f"{'cache, MiB':>10s} {'memory, GiB':>11s}")
+    print(f"{'context':>8s} {'prompt, s':>9s} {'plain step, ms':>14s} {'method step, ms':>15s} "
+          f"{'draft, ms':>9s} {'speed-up':>8s} {'cache, MiB':>10s} {'memory, GiB':>11s}")
     for length in lengths:
         seen = {None: [], drafter: []}
         for _ in range(opt.repeats):
             for d in seen:
-                tokens, s = complete(target, text[:length - opt.new_tokens], opt.new_tokens, d, Sampler())
-                seen[d].append((s, (sum(s.seconds.values()) - s.seconds["prompt"]) / s.steps))
-        step = {d: 1000 * statistics.median(ms for _, ms in runs) for d, runs in seen.items()}
-        c = target.cfg
-        row = dict(context=length, prompt=statistics.median(s.seconds["prompt"] for s, _ in seen[None]), plain=step[None],
-                   step=step[drafter], draft=1000 * statistics.median(s.seconds["draft"] / s.steps for s, _ in seen[drafter]),
-                   speedup=statistics.median(s.tokens_per_second for s, _ in seen[drafter]) / statistics.median(
-                       s.tokens_per_second for s, _ in seen[None]),
-                   cache=2 * c.n_layer * c.n_kv_head * c.head_dim * length * target.wte.weight.element_size() / 2**20, memory=memory())
-        print(f"{length:8d} {row['prompt']:9.2f} {row['plain']:14.2f} {row['step']:15.2f} {row['draft']:9.2f} {row['speedup']:8.2f} "
-              f"{row['cache']:10.1f} {row['memory'] or 0:11.2f}", flush=True)
+                prompt = text[:length - opt.new_tokens]
+                seen[d].append(complete(target, prompt, opt.new_tokens, d, Sampler())[1])
+        middle = lambda d, figure: statistics.median(figure(stats) for stats in seen[d])
+        step = lambda s: 1000 * (sum(s.seconds.values()) - s.seconds["prompt"]) / s.steps
+        speed = lambda s: s.tokens_per_second
+        c, size = target.cfg, target.wte.weight.element_size()
+        row = dict(context=length, prompt=middle(None, lambda s: s.seconds["prompt"]),
+                   plain=middle(None, step), step=middle(drafter, step),
+                   draft=middle(drafter, lambda s: 1000 * s.seconds["draft"] / s.steps),
+                   speedup=middle(drafter, speed) / middle(None, speed),
+                   cache=2 * c.n_layer * c.n_kv_head * c.head_dim * length * size / 2**20, memory=memory())
+        print(f"{length:8d} {row['prompt']:9.2f} {row['plain']:14.2f} {row['step']:15.2f} "
+              f"{row['draft']:9.2f} {row['speedup']:8.2f} {row['cache']:10.1f} "
+              f"{row['memory'] or 0:11.2f}", flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
 

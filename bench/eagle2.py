@@ -1,10 +1,13 @@
 r"""
-EAGLE-2: one decoder layer predicts the target's next hidden state; the tree follows its confidence. A baseline.
+EAGLE-2: one decoder layer predicts the target's next hidden state; the tree follows its confidence.
+A baseline.
 
-Paper    Li et al. 2024 (EMNLP), arXiv:2406.16858: the dynamic tree; arXiv:2401.15077 (EAGLE-1): the draft head and its training
-Idea     1. The target's feature f_t (what lm_head reads) and the token x[t+1], which was drawn from it, go side by side
-            through fc and one causal layer: a guess f'[t+1] of the next feature, and by lm_head of x[t+2].
-         2. Guesses take the place of features, and drafting goes on from them, one level of the tree at a time.
+Paper    Li et al. 2024 (EMNLP), arXiv:2406.16858: the dynamic tree
+         arXiv:2401.15077 (EAGLE-1): the draft head and its training
+Idea     1. The target's feature f_t (what lm_head reads) and the token x[t+1], which was drawn from it, go
+            side by side through fc and one causal layer: a guess f'[t+1] of the next feature, and by
+            lm_head of x[t+2].
+         2. Guesses take the place of features, and drafting goes on from them, one level at a time.
          3. A level's best nodes propose children; the best nodes of all levels become the tree (re-ranking).
 
             x[1]  x[2]  ..  x[t]     x[t+1] root     a      b        level 1
@@ -14,17 +17,20 @@ Idea     1. The target's feature f_t (what lm_head reads) and the token x[t+1], 
                          |
                     f'[t+1], lm_head -> a, b
 
-Maths    f'[t+1] = layer( fc [ e(x[t+1]) ; f_t ] )          the layer has no input norm; position t; no norm behind it
+Maths    f'[t+1] = layer( fc [ e(x[t+1]) ; f_t ] )      at position t; no norm before the layer or behind it
          q       = softmax( lm_head f' ),   V(node) = product of q along its path
          loss    = feature * SmoothL1( f', f ) + ce * CE( softmax(lm_head f), q )            1 and 0.1
          features that go in get uniform noise of +- noise * 512 / T, in units of their root mean square
 
 Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, K draft depth
-Differs  tree       children are ranked with the target's own noise at T > 0; the walk verifies (same acceptance)
-         noise      theirs is absolute, for features of about size 1; those of a small model may be far smaller
+Differs  tree       children are ranked with the target's own noise at T > 0; the walk verifies (same
+                    acceptance)
+         noise      theirs is absolute, for features of about size 1; a small model's may be far smaller
          start      residual outputs 0, as in moa.py, so that both start alike
-         training   run's schedule and clipping by norm, as for all methods here; theirs: 800k steps, clipped by value
-         sizes      depth and breadth are moa.py's, so that trees are equal; theirs: 6 levels, 10 wide, 59 drafts
+         training   run's schedule and clipping by norm, as for all methods here; theirs: 800k steps,
+                    clipped by value
+         sizes      depth and breadth are moa.py's, so that trees are equal; theirs: 6 levels, 10 wide,
+                    59 drafts
          gpt2       the layer is Llama's and rotates; wpe is not read
 Run      python bench/run.py --methods medusa,moa,eagle2 --train-minutes 5
 """
@@ -48,7 +54,7 @@ from tree import Sampler, Tree, complete, plant_levels
 class Config:
     """EAGLE-2 on a frozen target."""
     depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1, high=1000)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each proposes", low=1, high=1000)
     mlp: int = arg(0, "feed-forward width of the layer; 0 = the target's (the authors')")
     noise: float = arg(0.1, "noise on the features while training, see Maths")
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
@@ -74,16 +80,19 @@ class Net(nn.Module):
         self.layer = Block(self.layer_cfg)
         self.layer.norm1 = nn.Identity()                               # fc's output goes in as it is
         for name, p in self.layer.named_parameters():
-            if name.endswith(("out.weight", "down.weight")):           # residual branches add nothing at first
+            if name.endswith(("out.weight", "down.weight")):           # residual branches start at 0
                 nn.init.zeros_(p)
         freq = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).double() / c.head_dim)
         angle = torch.outer(torch.arange(c.block_size).double(), freq)
-        cos, sin = angle.cos(), angle.sin()
-        self.register_buffer("rope", torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).float(),
-                             persistent=False)                         # (2, block_size, D), as model.rotate takes it
+        cos, sin = angle.cos(), angle.sin()                            # (block_size, D / 2)
+        rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+        self.register_buffer("rope", rope.float(), persistent=False)   # (2, block_size, D), for model.rotate
 
     def forward(self, e, f, at, mask, cache=None):
-        """Embeddings e of tokens and the features f before them (B, T, C), rows at (slice) of positions -> (B, T, C)."""
+        """
+        Embeddings e of tokens and the features f before them (B, T, C), at positions at (a slice) ->
+        (B, T, C).
+        """
         return self.layer(self.fc(torch.cat((e, f), -1)), self.rope[:, at], mask, cache)
 
 
@@ -93,9 +102,9 @@ class Net(nn.Module):
 @torch.no_grad()
 def guesses(net, target, x):
     """
-    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for every
-    anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have guessed, and the
-    target's own logits (M, V) for them, with M = B * (T - k - 1).
+    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for
+    every anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have
+    guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1).
     """
     B, T = x.shape
     h = target.hidden(x)                                               # (B, T, C)
@@ -104,10 +113,10 @@ def guesses(net, target, x):
     f = net(e[:, 1:], h[:, :-1], slice(0, T - 1), target.attention_mask(T - 1, None, None, h.dtype), cache)
     cache.keep(range(T - 1))                                           # row t: x[t+1] and the true f_t
     alone = torch.eye(T - 1, dtype=torch.bool, device=x.device)
-    look = alone.new_ones(T - 1, T - 1).tril()                         # anchor t: true rows up to t, and own drafts
+    look = alone.new_ones(T - 1, T - 1).tril()                         # true rows up to t, and own drafts
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1
-        if k > 1:                                                      # x[t+k] and the last guess, at position t+k-1
+        if k > 1:                                                      # x[t+k] and the last guess, at t+k-1
             look = torch.cat((look[:n], alone[:n, :n]), -1)
             mask = target.attention_mask(n, look, None, h.dtype)
             f = net(e[:, k:k + n], f[:, :n], slice(k - 1, k - 1 + n), mask, cache)
@@ -126,8 +135,9 @@ def loss(net, target, x):
             f = f + (2 * torch.rand_like(f) - 1) * cfg.noise * 512 / T * f.square().mean().sqrt()
     guess = net(e, f, slice(0, T - 1), True)                           # (B, T-1, C)
     logits = target.lm_head(guess)
-    total = cfg.feature * F.smooth_l1_loss(guess, h[:, 1:]) + cfg.ce * F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1))
-    return total, (logits[:, :-1].argmax(-1) == x[:, 2:]).float().mean()[None]
+    near = F.smooth_l1_loss(guess, h[:, 1:])
+    ce = F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1))
+    return cfg.feature * near + cfg.ce * ce, (logits[:, :-1].argmax(-1) == x[:, 2:]).float().mean()[None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,8 +148,8 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 
 class Drafter:
     """
-    Has a cache for its layer: rows of verified tokens, from true features; drafts are written behind them and cut off
-    again. The tree grows level by level, see tree.plant_levels.
+    Has a cache for its layer: rows of verified tokens, from true features; drafts are written behind them and
+    cut off again. The tree grows level by level, see tree.plant_levels.
     """
 
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
@@ -147,7 +157,7 @@ class Drafter:
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
         self.nodes, self.depth = nodes, depth or net.K
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
-        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room for the rows behind the root's
+        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room behind the root's row
         if shape:
             parent = self.shape.parent
             self.rows = self.drafts = len(parent)
@@ -160,17 +170,17 @@ class Drafter:
 
     def observe(self, tokens, hidden, cache):
         self.text += tokens
-        self.f = torch.cat((self.f, hidden))                           # those of the last rows; draft takes what it needs
+        self.f = torch.cat((self.f, hidden))                           # draft takes what it needs
 
     def forward(self, tokens, f, at, mask):
-        """Tokens and the features before them (T, C) at positions at -> features (T, C), written behind the cache."""
+        """Tokens and the features before them (T, C) at positions at -> features (T, C); the cache grows."""
         e = self.target.wte(torch.tensor([tokens], device=f.device))
         f = self.net(e, f[None], at, mask, self.cache)[0]
         self.cache.length += len(tokens)
         return f
 
     def draft(self, root, sampler):
-        S = len(self.text)                                             # the root stands at position S, its row is S - 1
+        S = len(self.text)                                             # the root's position; its row is S - 1
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.rows < 2:
             return Tree([root], [-1], [1.0])
@@ -185,7 +195,8 @@ class Drafter:
             f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape)
+        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes,
+                            self.floor, self.shape)
         self.cache.crop(S)                                             # text and root stay, drafts go
         return tree
 
@@ -195,8 +206,8 @@ class Drafter:
 
 def train(cfg, target, run):
     """
-    Train fc and the layer and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the
-    learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
+    Train fc and the layer and return them; the target stays frozen. run (train.py) hands out batches (B, T),
+    sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
     net = Net(cfg, target).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -204,7 +215,7 @@ def train(cfg, target, run):
         total, _ = loss(net, target, x)
         opt.zero_grad(set_to_none=True)
         total.backward()
-        run.sync(net, total)                                           # mean gradient of all processes, clipped
+        run.sync(net, total)                                           # mean of all processes, clipped
         opt.step()
     return net
 
@@ -220,4 +231,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"eagle2, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")
+        print(f"eagle2, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
+              "same text as plain decoding")

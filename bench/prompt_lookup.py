@@ -1,7 +1,9 @@
 r"""
-Prompt lookup: what followed the last words the last time is the draft. A baseline without a model or training.
+Prompt lookup: what followed the last words the last time is the draft. A baseline without a model or
+training.
 
-Paper    none; Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; transformers has it as prompt_lookup_num_tokens
+Paper    none; Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; transformers has it as
+         prompt_lookup_num_tokens
 Idea     1. Take the last n tokens of prompt and text, the root included; n = ngram, then fewer.
          2. Find where they stood first, and draft the up to K tokens that followed there.
 
@@ -9,7 +11,8 @@ Idea     1. Take the last n tokens of prompt and text, the root included; n = ng
                    |-----|                   |-----| n = 2
 
 Shapes   K longest chain
-Differs  ngram 3 (transformers: 2); an index of first places instead of a scan of the text; chains of at most --nodes - 1
+Differs  ngram 3 (transformers: 2); an index of first places instead of a scan of the text; chains of at
+         most --nodes - 1
 Run      python bench/run.py --methods prompt_lookup --questions bench/questions.jsonl
 """
 import os
@@ -68,7 +71,7 @@ class Drafter:
                 self.ends.setdefault(tuple(self.text[-n:]), len(self.text))
 
     def draft(self, root, sampler):
-        text = self.text + [root]                                      # the root stands at position len(text) - 1
+        text = self.text + [root]                                      # the root is at len(text) - 1
         depth = min(self.depth, self.max_len - len(text) - 1)          # a deeper node could never be emitted
         for n in range(min(self.net.cfg.ngram, len(text)), 0, -1):
             end = self.ends.get(tuple(text[-n:]))
@@ -89,4 +92,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"prompt_lookup, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")
+        print(f"prompt_lookup, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
+              "same text as plain decoding")

@@ -1,9 +1,11 @@
 r"""
-Self-speculative decoding: the target drafts by itself, some of its sub-layers skipped. A baseline; nothing is trained.
+Self-speculative decoding: the target drafts by itself, some of its sub-layers skipped. A baseline; nothing
+is trained.
 
-Paper    Zhang et al. 2024 (ACL), arXiv:2309.08168 (Draft & Verify); leaving after a layer: arXiv:2404.16710 (LayerSkip)
-Idea     1. A draft pass is the target's own forward without some attention and some MLP sub-layers: x goes by.
-         2. It drafts a chain, token by token, until it has K tokens or one of which it was less than gamma sure.
+Paper    Zhang et al. 2024 (ACL), arXiv:2309.08168 (Draft & Verify)
+         leaving after a layer: arXiv:2404.16710 (LayerSkip)
+Idea     1. A draft pass is the target's own forward without some attention and MLP sub-layers: x goes by.
+         2. It drafts a chain, token by token, until it has K tokens or one it was less than gamma sure of.
          3. One full forward verifies the chain.
          4. gamma moves so that a share alpha of the drafts is accepted.
          5. Which sub-layers are skipped is searched once for a target.
@@ -16,15 +18,17 @@ Idea     1. A draft pass is the target's own forward without some attention and 
 Maths    AR <- beta1 AR + (1 - beta1) accepted / drafted
          g' = gamma + eps if AR < alpha;  gamma if K were drafted;  gamma - eps otherwise
          gamma <- beta2 gamma + (1 - beta2) g'
-         search: least time per token = (1 + c * drafted) / (1 + accepted), means over anchors of a text; c = the share
-         of the target's weights that a draft pass reads
+         search: least time per token = (1 + c * drafted) / (1 + accepted), means over anchors of a text;
+         c = the share of the target's weights that a draft pass reads
 
 Shapes   B batch, T tokens, V vocabulary, L layers, K longest chain, M anchors, S verified tokens
-Differs  search     random skip sets and all exit layers, then flips of single sub-layers, against the time above, on
-                    training text; theirs: Bayesian optimisation of measured tokens/s over up to 1000 runs
+Differs  search     random skip sets and all exit layers, then flips of single sub-layers, against the time
+                    above, on training text; theirs: Bayesian optimisation of measured tokens/s over up to
+                    1000 runs
          gamma      starts where the search found it best; theirs: 0.8 (greedy) or 0.5 (sampling)
-         cache      drafts are written behind the text in the target's own cache, cut off before the verification;
-                    the keys of skipped sub-layers do not exist and are never read, the text's are the full target's
+         cache      drafts are written behind the text in the target's own cache, cut off before the
+                    verification; the keys of skipped sub-layers do not exist and are never read, the
+                    text's are the full target's
          T > 0      drafts are ranked with the target's own noise, and the walk verifies
 Run      python bench/run.py --methods medusa,self_speculative --train-minutes 2
 """
@@ -59,7 +63,10 @@ class Config:
 # Modules
 
 class Net(nn.Module):
-    """What the search finds: a skip set (2, L), True = attention (row 0) or MLP (row 1) is skipped, and a first gamma."""
+    """
+    What the search finds: a skip set (2, L), True = attention (row 0) or MLP (row 1) is skipped; a
+    first gamma.
+    """
 
     def __init__(self, cfg, target):
         super().__init__()
@@ -83,7 +90,8 @@ def draft_pass(target, skip, idx, pos, mask, cache):
 def cost(target, skip):
     """The share of the target's weights that a draft pass reads; embeddings are looked up, not read."""
     size = lambda module: sum(v.numel() for v in module.state_dict().values())
-    parts = torch.tensor([[size(block.attn) for block in target.blocks], [size(block.mlp) for block in target.blocks]])
+    parts = torch.tensor([[size(block.attn) for block in target.blocks],
+                          [size(block.mlp) for block in target.blocks]])
     head = target.wte.weight.numel()
     return ((parts * ~skip.cpu()).sum().item() + head) / (parts.sum().item() + head)
 
@@ -94,20 +102,22 @@ def cost(target, skip):
 @torch.no_grad()
 def guesses(net, target, x, full=None):
     """
-    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for every
-    anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have guessed, and the
-    target's own logits (M, V) for them, with M = B * (T - k - 1). full: what full_pass said of x, if known.
+    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for
+    every anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have
+    guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1). full: what full_pass said
+    of x, if known.
     """
     T, skip = x.size(1), net.skip.tolist()
     own, cache = full_pass(net, target, x) if full is None else full
     cache.crop(T)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
-    look = alone.new_ones(T, T).tril()                                 # row t: verified j <= t, and own drafts
+    look = alone.new_ones(T, T).tril()                                 # verified j <= t, and own drafts
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1, rows at t + k
         if n:
             look = torch.cat((look[:n], alone[:n, :n]), -1)
-            logits = draft_pass(target, skip, x[:, k:T - 1], torch.arange(k, T - 1, device=x.device), look, cache)
+            pos = torch.arange(k, T - 1, device=x.device)
+            logits = draft_pass(target, skip, x[:, k:T - 1], pos, look, cache)
             cache.keep(range(n))                                       # the deeper drafts will look at these
         yield logits[:, :n].flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
 
@@ -124,8 +134,9 @@ def full_pass(net, target, x):
 @torch.no_grad()
 def loss(net, target, x, full=None):
     """
-    x (B, T) -> the time per token against plain decoding's at T = 0 and the best of some gammas, how often the best guess
-    is right (K,), and that gamma. A chain follows the text, not the drafts: longer than one wrong guess it is not counted.
+    x (B, T) -> the time per token against plain decoding's at T = 0 and the best of some gammas, how often
+    the best guess is right (K,), and that gamma. A chain follows the text, not the drafts: longer than one
+    wrong guess it is not counted.
     """
     B, T = x.shape
     n, hit, sure, top1 = T - net.K - 1, [], [], []                     # anchors that have all K positions
@@ -139,7 +150,7 @@ def loss(net, target, x, full=None):
     hit, sure = torch.stack(hit).cumprod(0), torch.stack(sure)         # (K, M): accepted so far
     gammas, c = [g / 10 for g in range(10)], cost(target, net.skip)
     times = []
-    for gamma in gammas:                                               # drafted: all tokens before it were sure
+    for gamma in gammas:                                               # drafted: all before it were sure
         drafted = torch.cat((torch.ones_like(hit[:1]), (sure[:-1] >= gamma).cumprod(0)))
         times.append((1 + c * drafted.sum(0).float().mean()) / (1 + (hit * drafted).sum(0).float().mean()))
     times = torch.stack(times)
@@ -150,7 +161,10 @@ def loss(net, target, x, full=None):
 # Draft
 
 class Drafter:
-    """Drafts a chain in the target's own cache, behind the text. With a chain as shape its length is fixed."""
+    """
+    Drafts a chain in the target's own cache, behind the text; with a chain as shape its length is
+    fixed.
+    """
 
     def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
         self.net, self.target, self.floor, self.fixed = net, target, floor, shape is not None
@@ -164,7 +178,7 @@ class Drafter:
 
     def observe(self, tokens, hidden, cache):
         cfg, self.cache = self.net.cfg, cache
-        if self.drafted:                                               # tokens: the root and the accepted drafts
+        if self.drafted:                                               # tokens: root and accepted drafts
             self.rate = cfg.beta1 * self.rate + (1 - cfg.beta1) * (len(tokens) - 1) / self.drafted
             step = cfg.eps if self.rate < cfg.alpha else 0.0 if self.drafted == self.depth else -cfg.eps
             self.gamma += (1 - cfg.beta2) * step
@@ -186,7 +200,7 @@ class Drafter:
             value.append(value[-1] * q)
             if q < self.gamma and not self.fixed:
                 break
-        self.cache.crop(S)                                             # the verification starts from the full target's rows
+        self.cache.crop(S)                                             # the verification writes its own rows
         self.drafted = len(tokens) - 1
         return Tree(tokens, list(range(-1, self.drafted)), value)
 
@@ -196,13 +210,15 @@ class Drafter:
 
 def train(cfg, target, run):
     """
-    Search the skip set and return it as a net; the target stays as it is. run (train.py) says how long, logs and saves.
-    A step tries one set: first the exit layers and random sets, from half-way on the best one with a flip or two.
+    Search the skip set and return it as a net; the target stays as it is. run (train.py) says how long, logs
+    and saves. A step tries one set: first the exit layers and random sets, from half-way on the best one with
+    a flip or two.
     """
     net, L = Net(cfg, target).to(target.wte.weight.device), target.cfg.n_layer
     exits = [(torch.arange(L) >= e).expand(2, L) for e in range(1, L)]
     full, tried = None, set()
-    for x in run.steps(net, [], lambda x: loss(net, target, x[:1, :64])[:2]):        # only a glance: K passes cost a lot
+    glance = lambda x: loss(net, target, x[:1, :64])[:2]               # K passes over more would cost a lot
+    for x in run.steps(net, [], glance):
         if full is None:                                               # every set is tried on the same text
             text, full = x, full_pass(net, target, x)
             best, _, gamma = loss(net, target, text, full)
@@ -243,5 +259,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, Drafter(net, target), Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"self_speculative, half skipped, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
-              "same text as plain decoding")
+        print(f"self_speculative, half skipped, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} "
+              "target forwards, same text as plain decoding")

@@ -3,8 +3,9 @@ How fast training is: the backbone's step and each drafter's against a plain loo
 
     python bench/training.py
 
-The plain loop is what one writes first: a GPT-2 of the same layers, channels and vocabulary, cross-entropy, AdamW, nothing else.
-All train on the same random tokens, in turn; reported: tokens a second (median of the steps) and the peak memory so far.
+The plain loop is what one writes first: a GPT-2 of the same layers, channels and vocabulary, cross-entropy,
+AdamW, nothing else. All train on the same random tokens, in turn; reported: tokens a second (median of the
+steps) and the peak memory so far.
 """
 import json
 import os
@@ -65,8 +66,10 @@ class Watch:
 
 def plain_loop(cfg, run):
     """GPT-2's architecture and AdamW, in the order in which one writes it."""
-    model = GPT(GPTConfig(cfg.n_layer, cfg.n_head, cfg.n_head, cfg.n_embd, 4 * cfg.n_embd, cfg.vocab_size, run.opt.length,
-                          style="gpt2")).to(run.device)
+    shape = GPTConfig(style="gpt2", n_layer=cfg.n_layer, n_head=cfg.n_head, n_kv_head=cfg.n_head,
+                      n_embd=cfg.n_embd, n_ffn=4 * cfg.n_embd, vocab_size=cfg.vocab_size,
+                      block_size=run.opt.length)
+    model = GPT(shape).to(run.device)
     opt = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     for x in run.steps(model, [opt], None):
         logits = model(x[:, :-1])[0]
@@ -79,7 +82,10 @@ def plain_loop(cfg, run):
 
 
 def peak():
-    """MiB: of the GPU if there is one, else the process's largest resident memory so far; None where that is not known."""
+    """
+    MiB: of the GPU if there is one, else this process's largest resident memory so far; None where not
+    known.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     try:
@@ -92,19 +98,22 @@ def peak():
 def main(argv=None):
     opt, = parse(Options, argv=argv)
     device, cfg = pick_device(opt.device), BackboneConfig(block_size=opt.length)
-    result = dict(options=asdict(opt), versions=versions(), machine=platform.processor() or platform.machine(),
+    machine = platform.processor() or platform.machine()
+    result = dict(options=asdict(opt), versions=versions(), machine=machine,
                   threads=torch.get_num_threads(), rows=[])
     print(f"{result['threads']} threads, {device} | {opt.batch_size} x {opt.length} tokens a step | "
           + " ".join(f"{k} {v}" for k, v in result["versions"].items()))
     torch.manual_seed(0)
-    target = GPT(GPTConfig(**{k: getattr(cfg, k) for k in asdict(GPTConfig())})).to(device).eval().requires_grad_(False)
+    target = GPT(GPTConfig(**{k: getattr(cfg, k) for k in asdict(GPTConfig())}))
+    target = target.to(device).eval().requires_grad_(False)
     loops = {"plain loop": lambda run: plain_loop(cfg, run), "backbone": lambda run: train_backbone(cfg, run)}
     loops |= {name: lambda run, m=m: m.train(m.Config(), target, run) for name, m in METHODS.items()}
     for name, loop in loops.items():
         run = Watch(opt, cfg.vocab_size, device)
         trained = count(loop(run))
         row = dict(loop=name, trained=trained, tokens_per_second=run.tokens_per_second, peak=peak())
-        print(f"{name:16s} {trained:10,d} trained {row['tokens_per_second']:8.0f} tokens/s, peak {row['peak'] or 0:6.0f} MiB", flush=True)
+        print(f"{name:16s} {trained:10,d} trained {row['tokens_per_second']:8.0f} tokens/s, "
+              f"peak {row['peak'] or 0:6.0f} MiB", flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
 

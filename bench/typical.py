@@ -1,12 +1,14 @@
 r"""
-What typical acceptance (Medusa 2.3.1) buys, and what it does to the text: exact sampling beside it, for some epsilon.
+What typical acceptance (Medusa 2.3.1) buys, and what it does to the text, for some epsilon, beside exact
+sampling.
 
     python bench/typical.py --method medusa --temperature 0.7 --epsilons 0.01,0.09,0.25
 
-Each row decodes the same held-out prompts: greedy and exact sampling by the walk (lossless; one seed a prompt), then typical
-acceptance with delta = sqrt(epsilon). tau: tokens per target forward. log p: mean log-probability of the text's tokens under the
-target as it is (temperature 1), in nats: exact sampling has what the temperature implies, typical acceptance leans to greedy.
-greedy: share of tokens that are the target's argmax. loops: texts that end in one. The last line is JSON.
+Each row decodes the same held-out prompts: greedy and exact sampling by the walk (lossless; one seed a
+prompt), then typical acceptance with delta = sqrt(epsilon). tau: tokens per target forward. log p: mean
+log-probability of the text's tokens under the target as it is (temperature 1), in nats: exact sampling has
+what the temperature implies, typical acceptance leans to greedy. greedy: share of tokens that are the
+target's argmax. loops: texts that end in one. The last line is JSON.
 """
 import json
 import math
@@ -47,7 +49,10 @@ class Options:
 
 @torch.no_grad()
 def score(target, prompt, text):
-    """Log-probability of each token of text after prompt, and whether it is the target's argmax: two lists."""
+    """
+    Log-probability of each token of text after prompt, and whether it is the target's argmax: two
+    lists.
+    """
     idx = torch.tensor([prompt + text], device=target.wte.weight.device)
     logp = target(idx[:, :-1])[0][0, len(prompt) - 1:].float().log_softmax(-1)           # (len(text), V)
     return logp[range(len(text)), text].tolist(), (logp.argmax(-1).cpu() == torch.tensor(text)).tolist()
@@ -60,7 +65,8 @@ def main(argv=None):
         typical = [(e, Typical(Sampler(opt.temperature), e, math.sqrt(max(e, 0.0)))) for e in epsilons]
     except ValueError as e:
         fail(f"--epsilons must be numbers between 0 and 1, with commas, not {opt.epsilons!r} ({e})")
-    which = sample.Options(accept="typical", method=opt.method, nodes=opt.nodes, out=opt.out, device=opt.device, dtype=opt.dtype)
+    which = sample.Options(accept="typical", method=opt.method, nodes=opt.nodes, out=opt.out,
+                           device=opt.device, dtype=opt.dtype)
     target, tokenizer, drafter, _ = setup(which, METHODS)
     if opt.prompt_tokens >= target.cfg.block_size:
         fail(f"--prompt-tokens {opt.prompt_tokens} leaves no room in a context of {target.cfg.block_size}")
@@ -75,13 +81,18 @@ def main(argv=None):
     for name, sampler, verify in rows:
         tokens, steps, logp, greedy, looping = 0, 0, [], [], 0
         for i, prompt in enumerate(prompts):
-            text, stats = complete(target, prompt, opt.new_tokens, drafter, sampler(i), tokenizer.stops, verify)
+            how = sampler(i), tokenizer.stops, verify
+            text, stats = complete(target, prompt, opt.new_tokens, drafter, *how)
             a, b = score(target, prompt, text)
-            logp, greedy = logp + a, greedy + b
-            tokens, steps, looping = tokens + sum(stats.accepted[1:]), steps + stats.steps, looping + loops(text)
-        row = dict(name=name, tau=tokens / max(1, steps), logp=sum(logp) / len(logp), greedy=sum(greedy) / len(greedy),
-                   loops=looping)
-        print(f"{name:24s} {row['tau']:5.2f} {row['logp']:7.3f} {row['greedy']:7.1%} {looping:6d}", flush=True)
+            logp += a
+            greedy += b
+            tokens += sum(stats.accepted[1:])
+            steps += stats.steps
+            looping += loops(text)
+        row = dict(name=name, tau=tokens / max(1, steps), logp=sum(logp) / len(logp),
+                   greedy=sum(greedy) / len(greedy), loops=looping)
+        figures = f"{row['tau']:5.2f} {row['logp']:7.3f} {row['greedy']:7.1%} {looping:6d}"
+        print(f"{name:24s} {figures}", flush=True)
         result["rows"].append(row)
     print(json.dumps(result))
 
