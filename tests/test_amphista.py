@@ -1,4 +1,7 @@
-"""Amphista: adaptation stages, auto-embedding block, loss, cached drafting. Tiny random targets in float64."""
+"""
+Amphista: adaptation stages, auto-embedding block, loss, cached drafting.
+Tiny random targets in float64.
+"""
 import copy
 import random
 
@@ -34,7 +37,8 @@ def make_target(style="llama", seed=0, dtype=torch.float64, block_size=64):
     """A random target whose text is not a loop: weights five times the usual ones."""
     torch.manual_seed(seed)
     heads = dict(n_head=4, n_kv_head=2 if style == "llama" else 4)
-    target = GPT(GPTConfig(n_layer=2, n_embd=16, n_ffn=24, vocab_size=23, block_size=block_size, style=style, **heads))
+    target = GPT(GPTConfig(n_layer=2, n_embd=16, n_ffn=24, vocab_size=23, block_size=block_size, style=style,
+                           **heads))
     for p in target.parameters():
         p.data.mul_(5 if p.dim() > 1 else 1)
     return target.to(dtype).eval().requires_grad_(False)
@@ -54,7 +58,10 @@ def text(target, B, T, seed=0):
 
 
 def from_scratch(net, target, x, h=None):
-    """Logits (B, T-1, K, V) at every anchor of x (B, T), without a cache. h: the target's hidden states, if not its own."""
+    """
+    Logits (B, T-1, K, V) at every anchor of x (B, T), without a cache.
+    h: the target's hidden states, if not its own.
+    """
     h = target.hidden(x) if h is None else h
     stages = net.adapt(h[:, :-1], x[:, 1:], target)
     return net([s.flatten(0, 1) for s in stages], target).unflatten(0, (len(x), -1))
@@ -87,20 +94,23 @@ class Spy(Sampler):
         return super().rank(logits, positions)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Initial state
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_untrained_heads_read_lm_head(style, name):
-    """Catches an initialisation that loses the target's reading: FC not passing h on, residual branches not silent."""
+    """
+    Catches an initialisation that loses the target's reading:
+    FC not passing h on, residual branches not silent.
+    """
     target = make_target(style)
     net, x = make_net(target, shaken=False, **ABLATIONS[name]), text(target, 2, 12)
     own, _ = target(x)
     seen = list(guesses(net, target, x))
     assert len(seen) == net.K
     for k, (logits, truth, theirs) in enumerate(seen, 1):
-        assert logits.shape == (2 * (12 - k - 1), 23)                  # calibrate in train.py counts on this M
+        assert logits.shape == (2 * (12 - k - 1), 23)  # the count of samples (budget.calibrate) relies on this M
         torch.testing.assert_close(logits, own[:, :-k - 1].flatten(0, 1))
         assert truth.tolist() == x[:, k + 1:].flatten().tolist()
         torch.testing.assert_close(theirs, own[:, k:-1].flatten(0, 1))
@@ -108,7 +118,10 @@ def test_untrained_heads_read_lm_head(style, name):
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_checkpoint_holds_trained_tensors_only(style):
-    """Catches the target, or a view of its matrices, or rotary tables registered in the net, and so saved or trained."""
+    """
+    Catches the target, or a view of its matrices,
+    or rotary tables registered in the net, and so saved or trained.
+    """
     target = make_target(style)
     for options in ABLATIONS.values():
         net = make_net(target, **options)
@@ -120,13 +133,17 @@ def test_checkpoint_holds_trained_tensors_only(style):
         assert torch.equal(from_scratch(again, target, x), from_scratch(net, target, x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss and gradient
 
-@pytest.mark.parametrize("options", [{}, dict(n_heads=5, stages=1), dict(share_head=False, bidirectional=False)])
+@pytest.mark.parametrize("options", [
+    {}, dict(n_heads=5, stages=1), dict(share_head=False, bidirectional=False),
+])
 def test_loss_equals_hand_written_sum(options):
-    """Catches an off-by-one between head, truth and the target's distribution, and wrong weights: anchor by anchor, each
-    from nothing but its own prefix and the chosen token."""
+    """
+    Catches an off-by-one between head, truth and the target's distribution, and wrong weights:
+    anchor by anchor, each from nothing but its own prefix and the chosen token.
+    """
     target = make_target()
     net, x = make_net(target, soft=0.7, hard=0.2, decay=0.5, **options), text(target, 2, 9)
     p = target(x)[0].softmax(-1)
@@ -135,7 +152,7 @@ def test_loss_equals_hand_written_sum(options):
         errors, hits = [], []
         for b in range(2):
             for t in range(9 - k - 1):                                 # head k at t guesses x[t+1+k]
-                prefix = x[b:b + 1, :t + 2]                            # the anchor's text and the chosen token
+                prefix = x[b:b + 1, :t + 2]  # the anchor's text and the chosen token
                 logq = from_scratch(net, target, prefix)[0, -1, k - 1].log_softmax(-1)
                 errors.append(-0.7 * (p[b, t + k] * logq).sum() - 0.2 * logq[x[b, t + 1 + k]])
                 hits.append(float(logq.argmax() == x[b, t + 1 + k]))
@@ -147,8 +164,10 @@ def test_loss_equals_hand_written_sum(options):
 
 
 def test_anchors_are_a_subset_while_training():
-    """Catches a subset whose guess, truth and target row belong to different anchors, repeated anchors, and a subset that
-    is drawn in evaluation too."""
+    """
+    Catches a subset whose guess, truth and target row belong to different anchors, repeated anchors,
+    and a subset that is drawn in evaluation too.
+    """
     target = make_target()
     net, x = make_net(target, anchors=4), text(target, 3, 20)
     whole = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, x)]
@@ -161,14 +180,18 @@ def test_anchors_are_a_subset_while_training():
             match = (few[:, None] - all_).abs().amax(-1) < 1e-9
             at = match.float().argmax(-1)
             assert match.any(-1).all() and len(set(at.tolist())) == 12                   # found, each once
-            assert (at // (20 - k - 1)).tolist() == [0] * 4 + [1] * 4 + [2] * 4          # four of each sequence
-    other = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, text(target, 3, 20, seed=1))]
+            assert (at // (20 - k - 1)).tolist() == [0] * 4 + [1] * 4 + [2] * 4  # four of each sequence
+    elsewhere = text(target, 3, 20, seed=1)
+    other = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, elsewhere)]
     assert not torch.equal(other[0][:, 23], part[0][:, 23])
 
 
 def test_gradient_reaches_trained_parameters_only():
-    """Catches a part cut off from the loss, and a graph through the target's layers. (The two matrices that the net reads,
-    embedding and lm_head, are frozen by the caller, train.py; the optimiser does not hold them either.)"""
+    """
+    Catches a part cut off from the loss, and a graph through the target's layers.
+    (The two matrices that the net reads, embedding and lm_head, are frozen by the caller, train.py;
+    the optimiser does not hold them either.)
+    """
     for name, options in ABLATIONS.items():
         target = make_target()
         net, x = make_net(target, **options), text(target, 2, 12)
@@ -180,7 +203,10 @@ def test_gradient_reaches_trained_parameters_only():
 
 
 def test_gradient_passes_the_silent_start():
-    """Catches an initialisation in which two zeros in a row keep a part dead for ever: after one step all learn."""
+    """
+    Catches an initialisation in which two zeros in a row keep a part dead for ever:
+    after one step all learn.
+    """
     target = make_target(dtype=torch.float32)
     run = Run([text(target, 2, 12)] * 2)
     net = amphista.train(Config(lr=1e-2), target, run)
@@ -200,34 +226,44 @@ def test_target_stays_as_it_was():
 
 
 def test_loss_halves_on_one_batch():
-    """Catches a loss that training cannot lower: wrong sign, detached parts, an optimiser without parameters."""
+    """
+    Catches a loss that training cannot lower:
+    wrong sign, detached parts, an optimiser without parameters.
+    """
     target = make_target(dtype=torch.float32)
     run = Run([text(target, 2, 12)] * 40)
     amphista.train(Config(soft=0.0, hard=1.0, lr=1e-2), target, run)
     assert run.losses[-1] < run.losses[0] / 2, run.losses
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")                   # the norms, slower under autocast but right
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # the norms, slower under autocast but right
 def test_calibration_and_autocast():
-    """Catches a number of guesses that is not calibrate's number of samples, and a dtype that a GPU's bf16 cannot mix."""
+    """
+    Catches a number of guesses that is not calibrate's number of samples,
+    and a dtype that a GPU's bf16 cannot mix.
+    """
     target = make_target(dtype=torch.float32)
     net = make_net(target)
     x = text(target, 2, 12)
     table = calibrate(amphista, net, target, [x, x[:1]])
     assert table["samples"] == [3 * (12 - k - 1) for k in range(1, 5)]
-    assert all(sum(hits) == n for hits, n in zip(table["hits"], table["samples"]))       # 23 ranks = the whole vocabulary
+    # 23 ranks = the whole vocabulary
+    assert all(sum(hits) == n for hits, n in zip(table["hits"], table["samples"]))
     with torch.autocast("cpu", torch.bfloat16):
         total, _ = loss(net.train(), target, x)
     total.backward()
     assert torch.isfinite(total)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who sees what
 
 def test_draft_positions_see_each_other():
-    """Catches a block that is causal by mistake, or that mixes anchors: a change of the far heads' input must reach the
-    near heads of the same anchor, with the causal option it must not, and never another anchor."""
+    """
+    Catches a block that is causal by mistake, or that mixes anchors:
+    a change of the far heads' input must reach the near heads of the same anchor,
+    with the causal option it must not, and never another anchor.
+    """
     target = make_target()
     for bidirectional in (True, False):
         net = make_net(target, bidirectional=bidirectional)
@@ -248,8 +284,10 @@ def test_draft_positions_see_each_other():
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_future_does_not_leak(style, stages, monkeypatch):
-    """Catches stages that look ahead: training would shine and drafting fail. The check can fail: without the causal mask
-    it does."""
+    """
+    Catches stages that look ahead: training would shine and drafting fail.
+    The check can fail: without the causal mask it does.
+    """
     target = make_target(style)
     net, t = make_net(target, stages=stages), 5
     x = text(target, 1, 12)
@@ -258,8 +296,8 @@ def test_future_does_not_leak(style, stages, monkeypatch):
     chosen[:, t + 1] = (chosen[:, t + 1] + 1) % 23
     at = lambda x, h=None: from_scratch(net, target, x, h)[0, :t + 1]
     assert torch.allclose(at(x), at(later), rtol=0, atol=1e-12)
-    assert not torch.allclose(at(x)[t], at(chosen)[t])                 # the chosen token is seen, by anchor t ...
-    assert torch.allclose(at(x)[:t], at(chosen)[:t], rtol=0, atol=1e-12)                 # ... and by none before it
+    assert not torch.allclose(at(x)[t], at(chosen)[t])  # the chosen token is seen, by anchor t ...
+    assert torch.allclose(at(x)[:t], at(chosen)[:t], rtol=0, atol=1e-12)  # ... and by none before it
     blind = make_net(target, stages=stages, token=False)
     assert torch.allclose(from_scratch(blind, target, x)[0, t], from_scratch(blind, target, chosen)[0, t])
     h, h_later = target.hidden(x), target.hidden(later)
@@ -267,12 +305,15 @@ def test_future_does_not_leak(style, stages, monkeypatch):
     assert not torch.allclose(at(x, h), at(later, h_later))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Drafting
 
 class Steered(Drafter):
-    """Makes a random path of each tree the one that is accepted, so that every kind of acceptance occurs. At every step it
-    compares what the heads said with a pass over the whole committed text without any cache."""
+    """
+    Makes a random path of each tree the one that is accepted, so that every kind of acceptance occurs.
+    At every step it compares what the heads said with a pass over the whole committed text
+    without any cache.
+    """
 
     truth = ()                                                         # prompt and true continuation
 
@@ -288,14 +329,15 @@ class Steered(Drafter):
     def draft(self, root, sampler):
         tree = super().draft(root, sampler)
         n = len(self.text)
-        assert self.cache.length == n                                  # one pair for each committed token, no draft
+        assert self.cache.length == n  # one pair for each committed token, no draft
         assert self.text + [root] == self.truth[:n + 1]
         logits, positions = sampler.seen[-1]
         assert positions == list(range(n + 1, n + 1 + self.net.K))     # the root has position n
         whole = from_scratch(self.net, self.target, torch.tensor([self.text + [root]]))[0, -1]
         self.worst = max(self.worst, float((logits - whole).abs().max()))
         depth = len(sampler.seen) % (max(tree.depth) + 1)              # so many tokens are to be accepted ...
-        node, path = self.rng.choice([i for i, d in enumerate(tree.depth) if d == depth]), set()     # ... ending here
+        # ... ending here
+        node, path = self.rng.choice([i for i, d in enumerate(tree.depth) if d == depth]), set()
         while node > 0:
             path.add(node)
             node = tree.parent[node]
@@ -309,11 +351,15 @@ class Steered(Drafter):
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-@pytest.mark.parametrize("shape", [None, chain(4), cartesian(3, 2, 2), cartesian(2, 1, 1, 1)], ids="best chain wide deep".split())
-@pytest.mark.parametrize("options", [{}, dict(stages=1, token=False), dict(stages=0)], ids="two one none".split())
+@pytest.mark.parametrize("shape", [None, chain(4), cartesian(3, 2, 2), cartesian(2, 1, 1, 1)],
+                         ids=["best", "chain", "wide", "deep"])
+@pytest.mark.parametrize("options", [{}, dict(stages=1, token=False), dict(stages=0)],
+                         ids=["two", "one", "none"])
 def test_cached_draft_equals_from_scratch(style, shape, options):
-    """Catches pairs that are lost, doubled, mispaired or misplaced in the stages' caches after a rejection, after a run of
-    accepted tokens, and after a path that is not the first."""
+    """
+    Catches pairs that are lost, doubled, mispaired or misplaced in the stages' caches
+    after a rejection, after a run of accepted tokens, and after a path that is not the first.
+    """
     target, prompt = make_target(style), [3, 1, 4, 1, 5]
     plain, _ = complete(target, prompt, 56, sampler=Sampler(1.0))
     drafter = Steered(make_net(target, **options), target, shape, nodes=12)
@@ -326,7 +372,10 @@ def test_cached_draft_equals_from_scratch(style, shape, options):
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_of_a_long_prompt_the_end_is_read(style, monkeypatch):
-    """Catches a window that is cut at the wrong end, shifts a token against its state, or makes positions absolute."""
+    """
+    Catches a window that is cut at the wrong end, shifts a token against its state,
+    or makes positions absolute.
+    """
     monkeypatch.setattr(amphista, "WINDOW", 5)
     target = make_target(style)
     net, x = make_net(target), text(target, 1, 12)
@@ -335,7 +384,8 @@ def test_of_a_long_prompt_the_end_is_read(style, monkeypatch):
         spy, drafter = Spy(T), Drafter(net, target)
         out, _ = complete(target, prompt, 40, drafter, spy)
         assert out == complete(target, prompt, 40, None, Sampler(T))[0]
-        h = torch.nn.functional.pad(target.hidden(x)[:, -5:], (0, 0, 0, 1))      # that of the chosen token is not there yet
+        # that of the chosen token is not there yet
+        h = torch.nn.functional.pad(target.hidden(x)[:, -5:], (0, 0, 0, 1))
         said = from_scratch(net, target, torch.tensor([prompt[-5:] + out[:1]]), h)[0, -1]
         torch.testing.assert_close(spy.seen[0][0], said)
         assert spy.seen[0][1] == [13, 14, 15, 16] and drafter.cache.length < drafter.n
@@ -351,7 +401,7 @@ def test_drafter_reused_equals_fresh(style):
     spies = Spy(1.0, seed=3), Spy(1.0, seed=3)
     prompt = [1, 2]
     texts = [complete(target, prompt, 30, d, s)[0] for d, s in zip((used, fresh), spies)]
-    assert texts[0] == texts[1] and prompt == [1, 2]                   # the caller's list is not ours to extend
+    assert texts[0] == texts[1] and prompt == [1, 2]  # the caller's list is not ours to extend
     for (a, at), (b, bt) in zip(spies[0].seen, spies[1].seen, strict=True):
         assert at == bt and torch.equal(a, b)
 
@@ -386,7 +436,10 @@ def test_end_of_context():
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_every_switch_trains_and_drafts(style, name):
-    """Catches an option that is not wired through training, drafting or both, or that leaves a parameter without use."""
+    """
+    Catches an option that is not wired through training, drafting or both,
+    or that leaves a parameter without use.
+    """
     target = make_target(style, dtype=torch.float32)
     run = Run([text(target, 2, 14, seed) for seed in range(2)])
     net = amphista.train(Config(**{"anchors": 4, **ABLATIONS[name]}), target, run)
@@ -408,6 +461,7 @@ def test_switches_change_what_they_name():
     width = lambda **options: make_net(make_target(), **options).fc[0].weight.shape[1]
     assert (width(), width(token=False)) == (32, 16)
     heads = lambda **options: [p.out_features // 16 for p in make_net(make_target(), **options).proj]
-    assert heads() == [2, 2] and heads(n_heads=5) == [2, 3] and heads(n_heads=1) == [1] and heads(stages=1) == [4]
+    assert heads() == [2, 2] and heads(n_heads=5) == [2, 3]
+    assert heads(n_heads=1) == [1] and heads(stages=1) == [4]
     ffn = lambda **options: make_net(make_target(), **options).block.mlp.down.weight.shape[1]
     assert (ffn(), ffn(n_ffn=8)) == (16, 8)

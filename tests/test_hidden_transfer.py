@@ -1,4 +1,7 @@
-"""Hidden Transfer: maps, parallel pass, loss, pseudo rows in the verifying forward. Tiny random targets, float64."""
+"""
+Hidden Transfer: maps, parallel pass, loss, pseudo rows in the verifying forward.
+Tiny random targets, float64.
+"""
 import copy
 import random
 
@@ -28,7 +31,10 @@ TOLERANCE = dict(atol=1e-9, rtol=1e-9)
 
 
 def make_target(style="llama", seed=0, block_size=48):
-    """A random target whose text is not a loop: weights six times the usual ones, and an lm_head of its own."""
+    """
+    A random target whose text is not a loop:
+    weights six times the usual ones, and an lm_head of its own.
+    """
     torch.manual_seed(seed)
     heads = dict(n_head=4, n_kv_head=2 if style == "llama" else 4)
     target = GPT(GPTConfig(n_layer=4, n_embd=16, n_ffn=24, vocab_size=23, block_size=block_size, style=style,
@@ -39,7 +45,10 @@ def make_target(style="llama", seed=0, block_size=48):
 
 
 def make_net(target, seed=1, shaken=True, **options):
-    """A net in evaluation mode; shaken = its maps are not the identity, so that none can stand in for another."""
+    """
+    A net in evaluation mode; shaken = its maps are not the identity,
+    so that none can stand in for another.
+    """
     torch.manual_seed(seed)
     net = Net(Config(**options), target).double()
     for p in net.parameters() if shaken else ():
@@ -53,8 +62,9 @@ def text(target, B, T, seed=0):
 
 def by_hand(net, target, tokens, states=False):
     """
-    The definition for one anchor, the last of tokens: no cache, one block after the other, every row and every glance
-    by hand. Returns the logits (K, V); or, for every k, {block: the pseudo state at its input}.
+    The definition for one anchor, the last of tokens: no cache, one block after the other,
+    every row and every glance by hand.
+    Returns the logits (K, V); or, for every k, {block: the pseudo state at its input}.
     """
     cfg, n, L = net.cfg, len(tokens) - 1, target.cfg.n_layer
     x, here = target.embed(torch.tensor([tokens]), torch.arange(n + 1)), []
@@ -83,8 +93,8 @@ def by_hand(net, target, tokens, states=False):
 
 class Checked(Drafter):
     """
-    A Drafter whose tree is random but knows the continuation, so that paths of every length and shape are accepted;
-    each step is held against the definition.
+    A Drafter whose tree is random but knows the continuation,
+    so that paths of every length and shape are accepted; each step is held against the definition.
     """
 
     def __init__(self, *args, plain, prompt, seed=0, valued=True, **kwargs):
@@ -103,7 +113,8 @@ class Checked(Drafter):
     def observe(self, tokens, hidden, cache):
         super().observe(tokens, hidden, cache)
         self.committed += tokens
-        assert self.committed == self.known[:len(self.committed)] and self.n == len(self.committed) == cache.length
+        assert self.committed == self.known[:len(self.committed)]
+        assert self.n == len(self.committed) == cache.length
         self.lengths.append(len(tokens))
         self.grouped.append(len(self.ends))
         self.sizes.append(len(self.tree) if self.tree else 1)
@@ -150,11 +161,14 @@ class Bench:
         self.losses.append(total.item())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Net
 
 def test_start():
-    """An identity that is not one, a map shared by two positions, or the frozen target saved with the maps."""
+    """
+    An identity that is not one, a map shared by two positions,
+    or the frozen target saved with the maps.
+    """
     target = make_target()
     net = Net(Config(), target)
     assert set(net.state_dict()) == {f"proj.{k}.weight" for k in range(4)} and net.K == 4
@@ -165,7 +179,7 @@ def test_start():
     maps = list(Net(Config(init="random"), target).parameters())
     assert not torch.equal(maps[0], maps[1]) and 0.2 < maps[0].std() < 0.3
     h = torch.randn(1, 5, 16, dtype=torch.float64)
-    x = target.run(h, torch.arange(5), None, None, 3, 4)               # one map, identity: the anchor, once more
+    x = target.run(h, torch.arange(5), None, None, 3, 4)  # one map, identity: the anchor, once more
     net = make_net(target, shaken=False, n_heads=1)
     (_, joined), (_, y) = net(target, h[:, :0], lambda l, x: h[:, 4:], *net.layout(
         target, [4], torch.ones(1, 5, dtype=torch.bool).numpy()), FullCache(target, h))
@@ -179,29 +193,38 @@ def FullCache(target, h):
     return cache
 
 
-@pytest.mark.parametrize("options", [dict(layers="4"), dict(layers="-1"), dict(layers="x"), dict(layers="1,2"),
-                                     dict(layers="1,"), dict(layers="3,2,2,2", source="previous"), dict(n_heads=0)])
+@pytest.mark.parametrize("options", [
+    dict(layers="4"), dict(layers="-1"), dict(layers="x"), dict(layers="1,2"), dict(layers="1,"),
+    dict(layers="3,2,2,2", source="previous"), dict(n_heads=0),
+])
 def test_bad_layers(options):
-    """A layer that does not exist, or one position too few, must be refused by its name, not end in an index error."""
+    """
+    A layer that does not exist,
+    or one position too few, must be refused by its name, not end in an index error.
+    """
     with pytest.raises(ValueError, match="^--layers"):
         Net(Config(**options), make_target())
 
 
 def test_bad_layers_end_a_command_with_one_line(trained, text_file, capsys):
     """A refusal of the method's that the command line shows as a traceback."""
-    argv = ["--method", "hidden_transfer", "--out", trained, "--data", text_file, "--device", "cpu", "--layers", "7"]
+    argv = ["--method", "hidden_transfer", "--out", trained, "--data", text_file, "--device", "cpu",
+            "--layers", "7"]
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     assert stop.value.code == 2 and capsys.readouterr().err.startswith("error: --layers")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Training pass and loss
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_parallel_pass(name, style):
-    """Any wrong glance, position, layer or source in the parallel pass; rows mixed up between anchors or sequences."""
+    """
+    Any wrong glance, position, layer or source in the parallel pass;
+    rows mixed up between anchors or sequences.
+    """
     target = make_target(style)
     net = make_net(target, **OPTIONS[name])
     x = text(target, 2, 9)
@@ -221,7 +244,10 @@ def test_parallel_pass(name, style):
 
 
 def test_definition_can_fail():
-    """A definition that is the same with and without blindness, or at any layer, would let every mask pass."""
+    """
+    A definition that is the same with and without blindness,
+    or at any layer, would let every mask pass.
+    """
     target = make_target()
     tokens = text(target, 1, 9)[0].tolist()
     base = by_hand(make_net(target), target, tokens)
@@ -231,7 +257,10 @@ def test_definition_can_fail():
 
 
 def test_chunks_and_end_of_context():
-    """Anchors of a long text go through in parts, and the last ones stand at the end of the position table."""
+    """
+    Anchors of a long text go through in parts,
+    and the last ones stand at the end of the position table.
+    """
     target = make_target(block_size=72)
     net = make_net(target)
     x = text(target, 1, 72)
@@ -244,7 +273,10 @@ def test_chunks_and_end_of_context():
 
 
 def test_random_anchors():
-    """A training step must see as many anchors as asked for, each with its own tokens, and others the next time."""
+    """
+    A training step must see as many anchors as asked for, each with its own tokens,
+    and others the next time.
+    """
     target = make_target()
     net = make_net(target, anchors=20)
     x = text(target, 3, 30)
@@ -296,7 +328,7 @@ def test_loss(options):
                                      dict(kl="reverse", hard=0.2)])
 def test_gradients(options):
     """A detached map, a cache that swallows gradients, or a target that learns too."""
-    target = make_target("gpt2").float().requires_grad_(True)          # train makes its net itself, in float32
+    target = make_target("gpt2").float().requires_grad_(True)  # train makes its net itself, in float32
     before = copy.deepcopy(target.state_dict())
     run = Bench(text(target, 2, 20), 2)
     net = hidden_transfer.train(Config(anchors=8, **options), target, run)
@@ -309,7 +341,10 @@ def test_gradients(options):
 
 @pytest.mark.parametrize("options", [{}, dict(source="previous", layers="2")])
 def test_gradient_is_the_slope(options):
-    """A gradient that leaves out the way through the other pseudo states is close, but not the slope of the loss."""
+    """
+    A gradient that leaves out the way through the other pseudo states is close,
+    but not the slope of the loss.
+    """
     target = make_target()
     net = make_net(target, anchors=0, **options)
     x = text(target, 2, 12)
@@ -332,7 +367,7 @@ def test_learns(kl):
     target = make_target().float()
     x = text(target, 2, 12)
     floor = 0.0
-    if kl == "forward":                                                # the loss includes the target's own entropy
+    if kl == "forward":  # the loss includes the target's own entropy
         for k, (_, _, own) in enumerate(guesses(make_net(target).float(), target, x), 1):
             p = own.log_softmax(-1)
             floor += 0.8**k * -(p.exp() * p).sum(-1).mean().item()
@@ -342,7 +377,7 @@ def test_learns(kl):
     assert run.end[0].item() < run.losses[0] and run.end[1].shape == (4,)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Riding in the verifying forward
 
 CASES = [(style, name, groups, valued) for style, name in (("llama", "default"), ("gpt2", "mixed"))
@@ -353,8 +388,9 @@ CASES += [("llama", name, 3, True) for name in OPTIONS if name != "default"]
 @pytest.mark.parametrize("style, name, groups, valued", CASES)
 def test_every_step(style, name, groups, valued):
     """
-    Real rows that see pseudo rows, the group of a wrong node, an extra pass from stale states, twins in the tree,
-    pseudo keys left in the cache, positions past the table: each step of a decoding is held against the definition.
+    Real rows that see pseudo rows, the group of a wrong node, an extra pass from stale states,
+    twins in the tree, pseudo keys left in the cache, positions past the table: each step of a
+    decoding is held against the definition.
     """
     target = make_target(style, block_size=32)
     net, prompt = make_net(target, **OPTIONS[name]), [5, 1, 7]
@@ -371,7 +407,10 @@ def test_every_step(style, name, groups, valued):
                                    grow([[.5, .3], [.4, .2]], 7)])
 @pytest.mark.parametrize("groups", [0, 3, 99])
 def test_own_trees(shape, groups):
-    """The trees that really are drafted: best-first, static with and without values. Rows must suffice for them."""
+    """
+    The trees that really are drafted: best-first, static with and without values.
+    Rows must suffice for them.
+    """
     target = make_target(seed=2, block_size=32)
     drafter = Drafter(make_net(target, shaken=False), target, shape, nodes=8, groups=groups)
     prompt = [3, 9]
@@ -384,7 +423,7 @@ def test_own_trees(shape, groups):
         seen.extend(tokens)
         torch.testing.assert_close(target.head(drafter.h), by_hand(drafter.net, target, seen), **TOLERANCE)
 
-    def at_the_right_place(logits, positions):                         # where the target asks for the same noise
+    def at_the_right_place(logits, positions):  # where the target asks for the same noise
         assert list(positions) == [len(seen) + 1 + k for k in range(4)]
         return rank(logits, positions)
     drafter.observe, sampler.rank = checked, at_the_right_place
@@ -406,14 +445,19 @@ def test_likely_ends():
     assert Drafter(make_net(target), target, chain(2), groups=2).rows == 3 + 2 * 4
     assert Drafter(make_net(target), target, nodes=8, groups=0).rows == 8 + 4, "the extra pass needs room too"
     for C, groups in ((32, 0), (384, 2)):                              # what pays by default
-        wide = GPT(GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=C, n_ffn=8, vocab_size=9, block_size=16))
-        assert Drafter(Net(Config(), wide), wide, nodes=8).groups == groups and Drafter(Net(Config(), wide), wide, nodes=1).groups < 2
+        shape = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=C, n_ffn=8, vocab_size=9, block_size=16)
+        wide = GPT(GPTConfig(**shape))
+        assert Drafter(Net(Config(), wide), wide, nodes=8).groups == groups
+        assert Drafter(Net(Config(), wide), wide, nodes=1).groups < 2
 
 
 @pytest.mark.parametrize("name", ["default", "mixed", "farther is lower"])
 @pytest.mark.parametrize("groups", [0, 2, 99])
 def test_rows_in_each_block(name, groups):
-    """Pseudo rows in blocks below their layer would be paid for in vain; above it each block must run once."""
+    """
+    Pseudo rows in blocks below their layer would be paid for in vain;
+    above it each block must run once.
+    """
     target = make_target()
     net = make_net(target, **OPTIONS[name])
     drafter, cache = Drafter(net, target, nodes=8, groups=groups), target.new_cache(60)
@@ -444,13 +488,16 @@ def test_rows_in_each_block(name, groups):
     assert cache.length == 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same text
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("sampling", [{}, dict(temperature=0.8, top_k=9, top_p=0.9, seed=3)])
 def test_same_text(style, sampling):
-    """Prompts of one token up to block_size - 1, to the last position: the draft must never touch what comes out."""
+    """
+    Prompts of one token up to block_size - 1, to the last position:
+    the draft must never touch what comes out.
+    """
     target = make_target(style, block_size=28)
     nets = [make_net(target), make_net(target, shaken=False, layers="1,2,2,3")]
     for length in (1, 18, 26, 27):
@@ -467,7 +514,10 @@ def test_same_text(style, sampling):
 
 @pytest.mark.parametrize("groups", [0, 2, 99])
 def test_eos(groups):
-    """A cut inside an accepted path, and the next prompt after it: nothing of the old text may stay behind."""
+    """
+    A cut inside an accepted path, and the next prompt after it:
+    nothing of the old text may stay behind.
+    """
     target = make_target()
     net, prompt = make_net(target), [5, 1, 7]
     plain, _ = complete(target, prompt, 40, sampler=Sampler(1.0))
@@ -475,7 +525,8 @@ def test_eos(groups):
     for eos in sorted(set(plain))[::5]:
         used.committed, used.rng = [], random.Random(eos)
         tokens, stats = complete(target, prompt, 40, used, Sampler(1.0), eos={eos})
-        assert tokens == plain[:plain.index(eos) + 1] and stats.stop == "eos" and sum(stats.accepted) == len(tokens)
+        assert tokens == plain[:plain.index(eos) + 1]
+        assert stats.stop == "eos" and sum(stats.accepted) == len(tokens)
 
 
 @pytest.mark.parametrize("groups", [0, 2, 99])
@@ -492,12 +543,15 @@ def test_used_again(groups):
         assert a[0] == b[0] and a[1].accepted == b[1].accepted and a[1].nodes == b[1].nodes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Analysis
 
 @pytest.mark.parametrize("name", ["default", "mixed, previous", "farther is lower"])
 def test_by_layer(name):
-    """A state compared with the wrong token, or read at the wrong block, would make a smooth and wrong plot."""
+    """
+    A state compared with the wrong token,
+    or read at the wrong block, would make a smooth and wrong plot.
+    """
     target = make_target()
     net = make_net(target, **OPTIONS[name])
     x = text(target, 2, 10)
@@ -506,7 +560,10 @@ def test_by_layer(name):
     h = [target.embed(x, torch.arange(10))]
     for l in range(4):
         h.append(target.run(h[-1], torch.arange(10), None, None, l, l + 1))
-    hand = [(b, t, by_hand(net, target, x[b, :t + 1].tolist(), states=True)) for b in range(2) for t in range(5)]
+    hand = []
+    for b in range(2):
+        for t in range(5):
+            hand.append((b, t, by_hand(net, target, x[b, :t + 1].tolist(), states=True)))
     for k in range(1, 5):
         for l in range(5):
             if l < net.layers[k - 1]:

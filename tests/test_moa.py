@@ -1,4 +1,7 @@
-"""MoA: attention over layers, the on-policy mask, losses, cached drafting, the dynamic tree. Tiny random targets in float64."""
+"""
+MoA: attention over layers, the on-policy mask, losses, cached drafting, the dynamic tree.
+Tiny random targets in float64.
+"""
 import math
 import random
 
@@ -30,7 +33,8 @@ def make_target(style="llama", seed=0, block_size=64):
     """A random target whose text is not a loop: weights five times the usual ones."""
     torch.manual_seed(seed)
     heads = dict(n_head=4, n_kv_head=2 if style == "llama" else 4)
-    target = GPT(GPTConfig(n_layer=3, n_embd=16, n_ffn=24, vocab_size=23, block_size=block_size, style=style, **heads))
+    target = GPT(GPTConfig(n_layer=3, n_embd=16, n_ffn=24, vocab_size=23, block_size=block_size, style=style,
+                           **heads))
     for p in target.parameters():
         p.data.mul_(5 if p.dim() > 1 else 1)
     return target.double().eval().requires_grad_(False)
@@ -50,11 +54,14 @@ def random_text(target, B, T, seed=0):
     return torch.randint(target.cfg.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # References, all without a cache
 
 def layers(target, x):
-    """The inputs of all layers (and the last one's output), k and v (L, B, G, T, D), of the tokens x (B, T)."""
+    """
+    The inputs of all layers (and the last one's output), k and v (L, B, G, T, D),
+    of the tokens x (B, T).
+    """
     c, (B, T) = target.cfg, x.shape
     pos = torch.arange(T)
     inputs, ks, vs = [target.embed(x, pos)], [], []
@@ -77,7 +84,10 @@ def attention(q, k, v):
 
 
 def turn(net, x, at):
-    """Rotary positions for x (H, D) at one position, from the definition; the net's table is rounded to fp32."""
+    """
+    Rotary positions for x (H, D) at one position, from the definition;
+    the net's table is rounded to fp32.
+    """
     D = x.size(-1)
     angle = at * net.theta ** (-torch.arange(0, D, 2).double() / D)
     cos, sin = angle.cos().float().double(), angle.sin().float().double()
@@ -102,7 +112,8 @@ def cross(net, x, at, s):
     """CA for one query x (C,) at a position, over the states s (S, C)."""
     H, G, D = net.ca.heads
     kv = [net.ca.kv(net.ca.norm1(r)).view(2 * G, D) for r in s]
-    k, v = torch.stack([turn(net, r[:G], j) for j, r in enumerate(kv)], 1), torch.stack([r[G:] for r in kv], 1)
+    k = torch.stack([turn(net, r[:G], j) for j, r in enumerate(kv)], 1)
+    v = torch.stack([r[G:] for r in kv], 1)
     y = x + net.ca.out(attention(turn(net, net.ca.q(net.ca.norm1(x)).view(H, D), at), k, v))
     return y + net.ca.mlp(net.ca.norm2(y))
 
@@ -114,7 +125,10 @@ def states(net, target, x):
         return net.ekv2e(target.norm(inputs[-1])[0])
     rows = []
     for t in range(len(x)):
-        z = torch.stack([torch.cat([torch.cat((k[l, 0, g, t], v[l, 0, g, t])) for g in range(k.size(2))]) for l in range(len(k))])
+        z = []                                                         # a row for each layer
+        for l in range(len(k)):
+            z.append(torch.cat([torch.cat((k[l, 0, g, t], v[l, 0, g, t])) for g in range(k.size(2))]))
+        z = torch.stack(z)
         rows.append(net.ekv2e(layer(net, net.lsa, z, [range(len(z))] * len(z)).mean(0)))
     return torch.stack(rows)
 
@@ -132,8 +146,8 @@ def tail(net, target, rows):
 
 def from_scratch(net, target, text, path, s=None):
     """
-    Logits (V,) after the drafted tokens path (root first) behind the verified text: the definition, nothing cached.
-    s: states(...) of the text, where many paths are asked for.
+    Logits (V,) after the drafted tokens path (root first) behind the verified text:
+    the definition, nothing cached. s: states(...) of the text, where many paths are asked for.
     """
     x, S = torch.tensor(text + path), len(text)
     sa = net.sa(target.embed(x[None], torch.arange(len(x))), net.rope[:, :len(x)], True)[0]
@@ -155,19 +169,22 @@ class Watch(Watching, Drafter):
     pass
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Modules
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_lsa_from_scratch(style):
-    """Values before keys, layers in another order, a causal mask over layers, a missing rotation or the mean in the wrong place."""
+    """
+    Values before keys, layers in another order, a causal mask over layers,
+    a missing rotation or the mean in the wrong place.
+    """
     target = make_target(style)
     net, x = make_net(target), random_text(target, 1, 6)
     _, k, v = layers(target, x)
     torch.testing.assert_close(net.read(k, v, None)[0], states(net, target, x[0]))
     cache = target.new_cache(6)
     target(x, cache=cache)
-    torch.testing.assert_close(cache.read(slice(6)), (k, v))               # and that is what the target's cache holds
+    torch.testing.assert_close(cache.read(slice(6)), (k, v))  # and that is what the target's cache holds
 
 
 def test_lsa_mixes_no_tokens():
@@ -183,11 +200,15 @@ def test_lsa_mixes_no_tokens():
 
 @pytest.mark.parametrize("options", ABLATIONS.values(), ids=ABLATIONS)
 def test_parameters(options):
-    """A target swallowed by the checkpoint, a borrowed weight that trains, a buffer that is saved, a dead parameter."""
+    """
+    A target swallowed by the checkpoint, a borrowed weight that trains,
+    a buffer that is saved, a dead parameter.
+    """
     target = make_target()
     net, x = make_net(target, **options), random_text(target, 4, 24)
     assert set(net.state_dict()) == {name for name, _ in net.named_parameters()}
-    assert net.K == net.cfg.depth and not {p.data_ptr() for p in net.parameters()} & {p.data_ptr() for p in target.parameters()}
+    assert net.K == net.cfg.depth
+    assert not {p.data_ptr() for p in net.parameters()} & {p.data_ptr() for p in target.parameters()}
     total, top1 = loss(net, target, x, progress=0.3)
     total.backward()
     assert top1.shape == (net.K,) and all(p.grad is None for p in target.parameters())
@@ -196,7 +217,10 @@ def test_parameters(options):
 
 
 def test_untrained_is_identity():
-    """Residual branches that do not start at zero: with N = L an untrained drafter is the target itself, token for token."""
+    """
+    Residual branches that do not start at zero:
+    with N = L an untrained drafter is the target itself, token for token.
+    """
     for style in ("llama", "gpt2"):
         target = make_target(style)
         net, x = make_net(target, shaken=False, tli=3), random_text(target, 2, 12)
@@ -205,13 +229,16 @@ def test_untrained_is_identity():
             torch.testing.assert_close(logits, own)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Loss
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("options", [dict(tli=0), dict(tli=1), dict(tli=3), dict(tli=0, lsa=False)])
 def test_guesses(style, options):
-    """An anchor that sees one state too many or too few, drafts of another anchor in TLI's keys, a shifted truth."""
+    """
+    An anchor that sees one state too many or too few,
+    drafts of another anchor in TLI's keys, a shifted truth.
+    """
     target = make_target(style)
     net, x = make_net(target, depth=3, **options), random_text(target, 2, 7)
     own = target(x)[0]
@@ -220,7 +247,8 @@ def test_guesses(style, options):
         assert truth.tolist() == [x[b, t + 1 + k].item() for b, t in anchors]
         torch.testing.assert_close(real, torch.stack([own[b, t + k] for b, t in anchors]))
         for row, (b, t) in zip(logits, anchors):
-            torch.testing.assert_close(row, from_scratch(net, target, x[b, :t + 1].tolist(), x[b, t + 1:t + 1 + k].tolist()))
+            verified, drafted = x[b, :t + 1].tolist(), x[b, t + 1:t + 1 + k].tolist()
+            torch.testing.assert_close(row, from_scratch(net, target, verified, drafted))
 
 
 def test_guesses_short():
@@ -255,7 +283,10 @@ def watch_loss(net, target, x, seed, **kwargs):
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_on_policy_mask(monkeypatch, on_policy):
-    """A query that sees a state past its last verification, its own above all. Off, it must see them, so the test can fail."""
+    """
+    A query that sees a state past its last verification, its own above all.
+    Off, it must see them, so the test can fail.
+    """
     target, (B, T) = make_target(), (3, 26)
     net, x = make_net(target, on_policy=on_policy), random_text(target, 3, 26)
     _, start = draws(net.cfg, B, T, 5)
@@ -270,11 +301,14 @@ def test_on_policy_mask(monkeypatch, on_policy):
         changed = (watch_loss(net, target, x, 5)[1] - before).abs().amax(-1) > 1e-9
         expect = [[j <= (start[b][i] if on_policy else max(0, i - 1)) for i in range(T)] for b in range(B)]
         assert changed.tolist() == expect, j
-    assert any(start[b][i] < i - 1 for b in range(B) for i in range(T))                # there is something to hide
+    assert any(start[b][i] < i - 1 for b in range(B) for i in range(T))  # there is something to hide
 
 
 def test_staircase():
-    """SA that sees verified tokens in a narrow sample, a curriculum that never ends or that starts before the first step."""
+    """
+    SA that sees verified tokens in a narrow sample,
+    a curriculum that never ends or that starts before the first step.
+    """
     target = make_target()
     net, x = make_net(target, every_max=7), random_text(target, 40, 16)
     _, start = draws(net.cfg, 40, 16, 3)
@@ -293,9 +327,14 @@ def test_staircase():
 
 
 @pytest.mark.parametrize("progress", [0.0, 1.0])
-@pytest.mark.parametrize("options", [dict(tli=0), dict(tli=1), dict(tli=2, tli_exact=True), dict(tli=3, ce=0.7, feature=0.4)])
+@pytest.mark.parametrize("options", [
+    dict(tli=0), dict(tli=1), dict(tli=2, tli_exact=True), dict(tli=3, ce=0.7, feature=0.4),
+])
 def test_loss_by_hand(options, progress):
-    """Wrong weights, wrong positions averaged, true states in the wrong places, a loss that looks at the wrong layer."""
+    """
+    Wrong weights, wrong positions averaged, true states in the wrong places,
+    a loss that looks at the wrong layer.
+    """
     target, (B, T), L = make_target(), (2, 14), 3
     net, x = make_net(target, **options), random_text(target, 2, 14)
     cfg, N = net.cfg, net.cfg.tli
@@ -326,7 +365,8 @@ def test_loss_by_hand(options, progress):
     torch.manual_seed(11)
     total, top1 = loss(net, target, x, progress)
     torch.testing.assert_close(total, cfg.ce * mean(ce) + cfg.feature * feature)
-    torch.testing.assert_close(top1.double(), torch.tensor([n / max(1, m) for n, m in zip(hits, samples)]).double())
+    shares = [n / max(1, m) for n, m in zip(hits, samples)]
+    torch.testing.assert_close(top1.double(), torch.tensor(shares).double())
 
 
 class Run:
@@ -355,7 +395,10 @@ class Run:
 
 @pytest.mark.parametrize("options", [dict(tli=0), dict(tli=1), dict(tli=1, tli_exact=True)])
 def test_training_halves_the_loss(options):
-    """A training loop that does not step, a detached loss, a start from which nothing learns; and the staircase is told when."""
+    """
+    A training loop that does not step, a detached loss, a start from which nothing learns;
+    and the staircase is told when.
+    """
     target = make_target().float()
     torch.manual_seed(0)
     run = Run(random_text(target, 4, 24), 50)
@@ -367,10 +410,10 @@ def test_training_halves_the_loss(options):
     torch.manual_seed(1)
     a = loss(net, target, run.x)[0]
     torch.manual_seed(1)
-    assert torch.equal(a, loss(net, target, run.x)[0])                 # a function of the global generator alone
+    assert torch.equal(a, loss(net, target, run.x)[0])  # a function of the global generator alone
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Draft
 
 def check_drafts(drafter, sampler):
@@ -379,16 +422,23 @@ def check_drafts(drafter, sampler):
     for text, tree in drafter.seen:
         path, s = paths(tree), states(net, target, torch.tensor(text))
         for up in sorted(set(tree.parent[1:])):
-            scores = sampler.rank(from_scratch(net, target, text, path[up], s)[None], [len(text) + len(path[up])])[0]
+            logits = from_scratch(net, target, text, path[up], s)
+            scores = sampler.rank(logits[None], [len(text) + len(path[up])])[0]
             q = scores.softmax(0)
             for i in (i for i, parent in enumerate(tree.parent) if parent == up):
-                assert math.isclose(tree.value[i], tree.value[up] * q[tree.tokens[i]], rel_tol=1e-6, abs_tol=1e-12)
+                want = tree.value[up] * q[tree.tokens[i]]
+                assert math.isclose(tree.value[i], want, rel_tol=1e-6, abs_tol=1e-12)
 
 
-@pytest.mark.parametrize("style, name", [("llama", "default"), ("llama", "N = 0"), ("llama", "all layers"), ("llama", "wide"),
-                                         ("gpt2", "default"), ("gpt2", "N = 0"), ("gpt2", "all layers"), ("gpt2", "no LSA")])
+@pytest.mark.parametrize("style, name", [
+    ("llama", "default"), ("llama", "N = 0"), ("llama", "all layers"), ("llama", "wide"),
+    ("gpt2", "default"), ("gpt2", "N = 0"), ("gpt2", "all layers"), ("gpt2", "no LSA"),
+])
 def test_cached_drafts(style, name):
-    """Stale or missing rows in a cache after 0, 1, .. 4 accepted tokens, a wrong position, mask or crop, a sibling's key."""
+    """
+    Stale or missing rows in a cache after 0, 1, .. 4 accepted tokens,
+    a wrong position, mask or crop, a sibling's key.
+    """
     target = make_target(style)
     net, prompt, sampler = make_net(target, **ABLATIONS[name]), [1, 2, 3], Sampler(0.7, seed=3)
     plain, _ = complete(target, prompt, 17, sampler=sampler)
@@ -400,17 +450,22 @@ def test_cached_drafts(style, name):
         with torch.no_grad():
             check_drafts(drafter, sampler)
         S = len(drafter.text)
-        assert drafter.sa.length <= S + 1 and drafter.ca.length == S and (drafter.last is None or drafter.last.length == S)
+        assert drafter.sa.length <= S + 1 and drafter.ca.length == S
+        assert drafter.last is None or drafter.last.length == S
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_perfect_drafter(style, temperature):
-    """A draft one position off, noise of the wrong row, a chain that is not as deep as it says: all cost acceptance."""
+    """
+    A draft one position off, noise of the wrong row, a chain that is not as deep as it says:
+    all cost acceptance.
+    """
     target = make_target(style)
     net = make_net(target, shaken=False, tli=3)                        # untrained, N = L: the target itself
     for depth in (1, 4):
-        for drafter in (Drafter(net, target, chain(depth)), Drafter(net, target, nodes=depth + 1, depth=depth, breadth=1)):
+        for drafter in (Drafter(net, target, chain(depth)),
+                        Drafter(net, target, nodes=depth + 1, depth=depth, breadth=1)):
             n = 1 + 6 * (depth + 1)
             text, stats = complete(target, [5, 6], n, drafter, Sampler(temperature, seed=1))
             assert stats.accepted == [1] + [depth + 1] * 6 and stats.tau == depth + 1
@@ -423,17 +478,24 @@ def brute_force(net, target, text, root, depth, breadth, nodes, sampler):
     for d in range(1, depth + 1):
         new = []
         for path, value in level:
-            q = sampler.rank(from_scratch(net, target, text, list(path), s)[None], [len(text) + d])[0].softmax(0)
-            new += [((*path, i), value * q[i].item()) for i in q.topk(breadth).indices.tolist() if value * q[i] > 0]
+            logits = from_scratch(net, target, text, list(path), s)
+            q = sampler.rank(logits[None], [len(text) + d])[0].softmax(0)
+            for i in q.topk(breadth).indices.tolist():
+                if value * q[i] > 0:
+                    new.append(((*path, i), value * q[i].item()))
         pool += new
         level = sorted(new, key=lambda node: -node[1])[:breadth]
     return dict([((root,), 1.0)] + sorted(pool, key=lambda node: -node[1])[:nodes - 1])
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8, top_k=6, top_p=0.9, seed=2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8, top_k=6, top_p=0.9, seed=2)],
+                         ids=["greedy", "sampled"])
 @pytest.mark.parametrize("depth, breadth, nodes", [(3, 3, 8), (4, 2, 50), (2, 40, 12), (3, 4, 2), (1, 3, 16)])
 def test_dynamic_tree(sampler, depth, breadth, nodes):
-    """Pruning that loses a node of the best, a level cut before it is ranked, children before parents, a node too many."""
+    """
+    Pruning that loses a node of the best, a level cut before it is ranked,
+    children before parents, a node too many.
+    """
     target = make_target()
     net = make_net(target, tli=1)
     drafter = Watch(net, target, nodes=nodes, depth=depth, breadth=breadth)
@@ -449,7 +511,10 @@ def test_dynamic_tree(sampler, depth, breadth, nodes):
 
 
 def test_floor_and_waits(monkeypatch):
-    """Nodes below the floor that are drafted or run all the same, and more than one wait for the device in a level."""
+    """
+    Nodes below the floor that are drafted or run all the same,
+    and more than one wait for the device in a level.
+    """
     target = make_target()
     net, calls, lists = make_net(target), [], []
     tolist, forward = torch.Tensor.tolist, Drafter.forward
@@ -487,7 +552,10 @@ def test_lossless(style, sampling):
 
 
 def test_untidy_shape():
-    """A best-first shape lists nodes out of level order: tokens must still go to the node with that parent and rank."""
+    """
+    A best-first shape lists nodes out of level order:
+    tokens must still go to the node with that parent and rank.
+    """
     target = make_target()
     net, shape = make_net(target), grow([[0.9, 0.3], [0.9, 0.5], [0.9, 0.4]], 9)
     assert Tree(shape.parent, shape.parent).depth != sorted(Tree(shape.parent, shape.parent).depth)
@@ -498,7 +566,8 @@ def test_untidy_shape():
         text, tree = drafter.seen[0]
         assert tree.parent == shape.parent and drafter.rows == 9
         for i, path in list(enumerate(paths(tree)))[1:]:
-            scores = sampler.rank(from_scratch(net, target, text, path[:-1])[None], [len(text) + len(path) - 1])[0]
+            logits = from_scratch(net, target, text, path[:-1])
+            scores = sampler.rank(logits[None], [len(text) + len(path) - 1])[0]
             assert scores.argsort(descending=True)[shape.rank[i]] == tree.tokens[i]
 
 
@@ -536,12 +605,17 @@ def test_end_of_context(style, monkeypatch):
     """Drafts past block_size: an index error in wpe, or rows of the rotary table that do not exist."""
     target, positions = make_target(style, block_size=24), []
     embed = GPT.embed
-    monkeypatch.setattr(GPT, "embed", lambda self, idx, pos: positions.append(int(pos.max())) or embed(self, idx, pos))
+
+    def watched(self, idx, pos):
+        positions.append(int(pos.max()))
+        return embed(self, idx, pos)
+    monkeypatch.setattr(GPT, "embed", watched)
     rng = random.Random(0)
     for shape in (None, chain(5), cartesian(2, 2, 2, 2)):
         drafter = Drafter(make_net(target, tli=3, shaken=False), target, shape)
         for n in (1, 17, 18, 19, 20, 21, 22, 23):
             prompt = [rng.randrange(23) for _ in range(n)]
             text, stats = complete(target, prompt, 100, drafter, Sampler())
-            assert text == complete(target, prompt, 100)[0] and len(text) == 24 - n and stats.stop == "context"
+            assert text == complete(target, prompt, 100)[0]
+            assert len(text) == 24 - n and stats.stop == "context"
     assert max(positions) < 24

@@ -19,9 +19,14 @@ with open(os.path.join(plumbing.drafters.WEIGHTS, "manifest.json"), encoding="ut
 
 def test_nothing_is_missing_or_too_much():
     """Catches a file that the manifest does not know, one that is not there, and a folder that grows."""
-    there = {os.path.relpath(os.path.join(folder, name), plumbing.drafters.WEIGHTS).replace(os.sep, "/")
-             for folder, _, names in os.walk(plumbing.drafters.WEIGHTS) for name in names if name.endswith(".safetensors")}
-    assert there == set(MANIFEST["files"]) and {f"{m}/model.safetensors" for m in ("backbone", *METHODS)} <= there
+    there = set()
+    for folder, _, names in os.walk(plumbing.drafters.WEIGHTS):
+        for name in names:
+            if name.endswith(".safetensors"):
+                path = os.path.relpath(os.path.join(folder, name), plumbing.drafters.WEIGHTS)
+                there.add(path.replace(os.sep, "/"))
+    assert there == set(MANIFEST["files"])
+    assert {f"{m}/model.safetensors" for m in ("backbone", *METHODS)} <= there
     assert sum(entry["bytes"] for entry in MANIFEST["files"].values()) < 50e6
 
 
@@ -37,13 +42,17 @@ def test_hashes(path):
 @pytest.fixture(scope="module")
 def plain():
     """The backbone, and what it writes after the first prompt."""
-    target = for_decoding(load_model(os.path.join(plumbing.drafters.WEIGHTS, "backbone", "model.safetensors"))[0])
+    path = os.path.join(plumbing.drafters.WEIGHTS, "backbone", "model.safetensors")
+    target = for_decoding(load_model(path)[0])
     return target, complete(target, MANIFEST["prompts"][0], MANIFEST["new_tokens"])[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_taus(method, plain, monkeypatch):
-    """Catches weights that no longer fit the code: another tau, or another text, on the manifest's prompts."""
+    """
+    Catches weights that no longer fit the code:
+    another tau, or another text, on the manifest's prompts.
+    """
     target, text = plain
     own = dict(depth=4) if method == "moa" else {}                     # the manifest's trees have all levels
     opt = sample.Options(method=method, out=plumbing.drafters.WEIGHTS, nodes=MANIFEST["nodes"])
