@@ -40,7 +40,8 @@ FOUND = {name: commands(name) for name in TEXTS}
 ONE = {re.sub(r"\d+(\.\d+)?", "0", c): c for found in FOUND.values() for c in found}
 ELSEWHERE = ("pytest", "serve", "echo")                                # test_remote, and below
 COMMANDS = sorted(c for c in ONE.values() if not any(word in c for word in ELSEWHERE))
-SHORTEST = {c.split()[1]: c for c in sorted(COMMANDS, key=len, reverse=True)}          # per program
+SHORTEST = {c.split()[1]: c for c in sorted(COMMANDS, key=len, reverse=True)
+            if c != "python train.py"}                                 # per program; it trains all
 AS_OTHERS = ("bench/by_layer.py", "bench/figure.py", "bench/typical.py")               # begin alike
 ALONE = {c for program, c in SHORTEST.items() if program not in AS_OTHERS}
 
