@@ -36,7 +36,7 @@ from plumbing.client import Client, Remote
 from plumbing.drafters import load_net, setup
 from plumbing.options import command, fail, parse
 from plumbing.text import Corpus, read_texts
-from plumbing.wire import WIRES
+from plumbing.wire import WIRE_DTYPES
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Options:
     """Decoding over simulated networks, and drafters that are cut off."""
     rtts: str = arg("5,20,50,100", "round trips in ms, with commas; empty = no such table")
     mbit: float = arg(0.0, "megabits per second each way (0 = no limit)")
-    wire: str = arg("float16", "as for sample.py", choices=list(WIRES))
+    wire: str = arg("float16", "as for sample.py", choices=list(WIRE_DTYPES))
     chains: str = arg("2,4,8", "lengths of MoA's chain drafts")
     temperature: float = arg(0.0, "of the texts over the network", high=1e9)
     prompts: int = arg(8, "number of prompts", low=1)

@@ -13,7 +13,7 @@ from model import arg
 from tree import Sampler, grow
 from plumbing.budget import Budget, accuracy, how_many
 from plumbing.checkpoint import DAMAGED, fingerprint, load, load_model, load_weights, out_folder
-from plumbing.client import keep_last
+from plumbing.client import keep_last_layers
 from plumbing.fast import for_decoding
 from plumbing.options import OUT, fail, gpu, parse_tree, pick_device
 from plumbing.pretrained import load_pretrained
@@ -176,5 +176,5 @@ def setup(opt, methods, client=False):
     elif opt.method != "plain":
         drafter = load_drafter(opt, target, methods[opt.method])
     if client:
-        keep_last(target, drafter.net.cfg.tli if drafter else 0)
+        keep_last_layers(target, drafter.net.cfg.tli if drafter else 0)
     return target, tokenizer, drafter, sampler

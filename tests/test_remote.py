@@ -1,7 +1,9 @@
 """
-MoA across a network: wire format, server, client, lost lines, hostile input. Real sockets on loopback, tiny random targets.
+MoA across a network: wire format, server, client, lost lines, hostile input. Real sockets on
+loopback, tiny random targets.
 
-The faults are real ones: answers dropped after the work was done, cut in the middle or late, a port where nobody listens.
+The faults are real ones: answers dropped after the work was done, cut in the middle or late, a port
+where nobody listens.
 """
 import concurrent.futures
 import copy
@@ -23,13 +25,12 @@ import torch
 
 import plumbing.client
 import plumbing.server
-import plumbing.wire
 import sample
 from conftest import tiny
 from plumbing.checkpoint import fingerprint, load, load_model, model_tensors
-from plumbing.client import Client, Remote, keep_last
+from plumbing.client import Client, Remote, keep_last_layers
 from plumbing.server import Serve, Server
-from plumbing.wire import Refused, Unreachable, pack, unpack
+from plumbing.wire import WIRE_DTYPES, Refused, Unreachable, pack, unpack
 import moa
 from moa import Drafter
 from test_moa import from_scratch, make_net, random_text
@@ -48,7 +49,7 @@ def make_pair(tli=1, **options):
     net = make_net(target, tli=tli, **options)
     net.fingerprint = fingerprint(net.state_dict())
     part = copy.deepcopy(target)
-    keep_last(part, tli)
+    keep_last_layers(part, tli)
     part.fingerprint = target.fingerprint
     return target, net, part
 
@@ -87,7 +88,7 @@ def stop(server):
     """As if the process were killed: the port is closed and so is every connection."""
     server.shutdown()
     server.server_close()
-    for connection in list(server.since):
+    for connection in list(server.connections):
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -128,21 +129,24 @@ def plain(target, n, sampling, prompt=PROMPT, eos=()):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A client whose pauses between its tries are a tenth as long. -> their lengths as they would have been."""
+    """
+    A client whose pauses between its tries are a tenth as long.
+    -> their lengths as they would have been.
+    """
     pauses = []
     shorter = lambda seconds: pauses.append(seconds) or time.sleep(seconds / 10)
     monkeypatch.setattr(plumbing.client, "time", types.SimpleNamespace(**{**vars(time), "sleep": shorter}))
     return pauses
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Wire
 
 @pytest.mark.parametrize("wire, bound", [("float32", 1e-6), ("float16", 1e-3), ("int8", 1 / 250)])
 def test_what_is_packed_comes_back(wire, bound):
     """Catches a scale that belongs to another vector, and a wire that is no smaller than it says."""
     torch.manual_seed(0)
-    s = torch.randn(1, 5, 16).double() * torch.logspace(-3, 3, 5).double()[:, None]            # vectors of all sizes
+    s = torch.randn(1, 5, 16).double() * torch.logspace(-3, 3, 5).double()[:, None]  # vectors of all sizes
     sent = dict(s=s, k=torch.randn(2, 1, 2, 5, 4).double(), v=torch.zeros(0, 1, 2, 5, 4).double())
     data = pack({"path": [0, 2], "bonus": 7}, sent, wire)
     answer, got = unpack(data, s)
@@ -157,18 +161,21 @@ def test_what_is_packed_comes_back(wire, bound):
 def test_extreme_states_stay_finite():
     """Catches an overflow of fp16 and a division by an all-zero vector."""
     x = torch.tensor([[[1e9, -1e9], [0.0, 0.0]]])
-    for wire in plumbing.wire.WIRES:
+    for wire in WIRE_DTYPES:
         got = unpack(pack({}, dict(s=x), wire), x)[1]["s"]
         assert got.isfinite().all() and (got[0, 1] == 0).all() and got[0, 0, 0] > 6e4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same text
 
 @pytest.mark.parametrize("tli, wire, setting", [(tli, wire, list(SETTINGS)[(tli + i) % 3])
-                                                for tli in range(3) for i, wire in enumerate(plumbing.wire.WIRES)])
+                                                for tli in range(3) for i, wire in enumerate(WIRE_DTYPES)])
 def test_text_is_plain_decodings(tli, wire, setting):
-    """Catches whatever makes the server's choice, its cache, or a position depend on the draft or on the wire."""
+    """
+    Catches whatever makes the server's choice, its cache,
+    or a position depend on the draft or on the wire.
+    """
     target, net, part = make_pair(tli)
     with serving(target, net) as server:
         tokens, stats = remote(make_client(server.server_port, wire=wire), part, net, 40, SETTINGS[setting], nodes=12)
@@ -209,7 +216,10 @@ def test_without_a_drafter_every_token_is_a_call_and_no_states_come():
 
 @pytest.mark.parametrize("n", [0, 1, 2, 500])
 def test_budget_end_of_context_and_end_of_text(n):
-    """Catches a tree that reaches beyond the last position, tokens after the end, and a budget that is not kept."""
+    """
+    Catches a tree that reaches beyond the last position, tokens after the end,
+    and a budget that is not kept.
+    """
     target, net, part = make_pair()
     sampling = SETTINGS["T = 1"]
     with serving(target, net) as server:
@@ -227,12 +237,15 @@ def test_budget_end_of_context_and_end_of_text(n):
                     remote(client, part, net, n, sampling, prompt)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sessions
 
 @pytest.mark.parametrize("sessions", [16, 2])
 def test_many_clients_at_once(sessions):
-    """Catches sessions that share a cache, a sampler or an answer; with room for two of six, all the time evicted ones."""
+    """
+    Catches sessions that share a cache, a sampler or an answer;
+    with room for two of six, all the time evicted ones.
+    """
     target, net, part = make_pair()
     jobs = [dict(prompt=[i, 2, i + 3][:1 + i % 3], sampling=dict(temperature=i % 2 * 1.0, seed=i)) for i in range(6)]
     with serving(target, net, sessions=sessions) as server:
@@ -240,7 +253,7 @@ def test_many_clients_at_once(sessions):
             clients = [make_client(server.server_port, timeout=60) for _ in jobs]
             runs = [pool.submit(remote, client, part, net, 24, nodes=8, **job) for client, job in zip(clients, jobs)]
             texts = [run.result()[0] for run in runs]
-        assert len(server.sessions) == min(6, sessions)
+        assert len(server.sessions.by_name) == min(6, sessions)
     assert texts == [plain(target, 24, **job) for job in jobs]
 
 
@@ -251,17 +264,17 @@ def test_the_longest_idle_session_goes_first_and_idle_ones_go_alone():
         steps = [make_client(server.server_port).generate(part, PROMPT, 40, Drafter(net, part), Sampler()) for _ in range(4)]
         for i in (0, 1, 2):
             next(steps[i])
-        before = list(server.sessions)
+        before = list(server.sessions.by_name)
         next(steps[0])
         next(steps[3])                                                 # now 1 was idle longest
-        assert [name in server.sessions for name in before] == [True, False, True] and len(server.sessions) == 3
-        size = max(s.size for s in server.sessions.values())
+        assert [name in server.sessions.by_name for name in before] == [True, False, True] and len(server.sessions.by_name) == 3
+        size = max(s.size for s in server.sessions.by_name.values())
         server.opt.memory_mb = 2 * size / 2**20
         next(steps[3])
-        assert len(server.sessions) <= 2 and sum(s.size for s in server.sessions.values()) <= 2 * size
+        assert len(server.sessions.by_name) <= 2 and sum(s.size for s in server.sessions.by_name.values()) <= 2 * size
         server.opt.idle = 0.1
         time.sleep(0.5)
-        assert not server.sessions
+        assert not server.sessions.by_name
         for s in steps:                                                # and nobody noticed
             next(s)
         server.opt.memory_mb = size / 4 / 2**20
@@ -271,10 +284,13 @@ def test_the_longest_idle_session_goes_first_and_idle_ones_go_alone():
 
 
 def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
-    """Catches a server that does the work twice when an answer was lost, or takes a call about a text that it no longer has."""
+    """
+    Catches a server that does the work twice when an answer was lost,
+    or takes a call about a text that it no longer has.
+    """
     target, net, _ = make_pair()
     server = Server(target, net, Serve(port=0))
-    ask = lambda path, message, server=server: server.answer(path, json.dumps(message).encode())
+    ask = lambda path, message, server=server: server.sessions.answer(path, json.dumps(message).encode())
     call = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60,
                 wire="int8", temperature=1.0, top_k=0, top_p=1.0, seed=3)
     first = ask("/open", call)
@@ -286,16 +302,19 @@ def test_a_repeated_call_gets_the_same_answer_and_a_stale_one_is_refused():
     assert ask("/verify", dict(tree)) is answer
     with pytest.raises(Refused) as e:
         ask("/verify", tree | dict(tokens=[*truth[:3], 1]))
-    assert e.value.status == 409 and len(server.sessions["0" * 32].text) == 8
-    back = ask("/open", call | dict(text=PROMPT + [9, 9], have=5))       # a client that wrote something else meanwhile
+    assert e.value.status == 409 and len(server.sessions.by_name["0" * 32].text) == 8
+    # a client that wrote something else meanwhile
+    back = ask("/open", call | dict(text=PROMPT + [9, 9], have=5))
     want = plain(target, 1, dict(temperature=1.0, seed=3), PROMPT + [9, 9])
     answer, states = unpack(back, target.wte.weight)
     assert answer["bonus"] == want[0] and states["s"].shape[1] == 2
     fresh = Server(target, net, Serve(port=0))
     other = unpack(ask("/open", call | dict(text=PROMPT + [9, 9]), fresh), target.wte.weight)[1]
-    assert (states["s"] - other["s"][:, 5:]).abs().max() < 1e-3        # the rows that it kept are those of a fresh cache
-    answer, states = unpack(ask("/open", call | dict(text=[9] * 7, have=6)), target.wte.weight)        # another text altogether
-    fresh.sessions.clear()
+    # the rows that it kept are those of a fresh cache
+    assert (states["s"] - other["s"][:, 5:]).abs().max() < 1e-3
+    # another text altogether
+    answer, states = unpack(ask("/open", call | dict(text=[9] * 7, have=6)), target.wte.weight)
+    fresh.sessions.by_name.clear()
     want, other = unpack(ask("/open", call | dict(text=[9] * 7, have=6), fresh), target.wte.weight)
     assert answer == want and (states["s"] - other["s"]).abs().max() < 1e-3
     server.server_close(), fresh.server_close()
@@ -318,26 +337,32 @@ def test_a_restarted_server_goes_on_with_the_text(impatient):
 
 
 def test_a_call_that_comes_late():
-    """Catches a client that cannot go on when an old call of its own, long given up, takes its session back."""
+    """
+    Catches a client that cannot go on when an old call of its own,
+    long given up, takes its session back.
+    """
     target, net, part = make_pair()
     with serving(target, net) as server:
         drafter, sampler = Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"])
         steps = make_client(server.server_port).generate(part, PROMPT, 60, drafter, sampler)
         got = next(steps)
-        (session,) = server.sessions.values()
+        (session,) = server.sessions.by_name.values()
         old = session.request
         got += next(steps) + next(steps)
-        server.worker.submit(server.answer, *old).result()
+        server.worker.submit(server.sessions.answer, *old).result()
         assert session.text == PROMPT
         tokens, stats = finish(steps)
     assert got + tokens == plain(target, 60, SETTINGS["T = 1"]) and not stats.offline
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The line fails
 
 def check_text(target, tokens, offline, sampling):
-    """Every token not written alone is the target's choice after the text before it; so pieces between are plain decoding's."""
+    """
+    Every token not written alone is the target's choice after the text before it;
+    so pieces between are plain decoding's.
+    """
     for i, token in enumerate(tokens):
         if i not in offline:
             assert [token] == plain(target, 1, sampling, PROMPT + tokens[:i]), f"token {i} is not the target's"
@@ -358,8 +383,8 @@ def test_lost_answers_are_asked_for_again(fault, impatient):
 @pytest.mark.parametrize("tli", [0, 2])
 def test_alone_and_back(tli, setting):
     """
-    Catches tokens that are lost, shown twice or changed when the line comes back, tokens written alone that are not marked,
-    and a session that does not go on as the target would.
+    Catches tokens that are lost, shown twice or changed when the line comes back, tokens written
+    alone that are not marked, and a session that does not go on as the target would.
     """
     target, net, part = make_pair(tli)
     sampling, tokens, alone = SETTINGS[setting], [], []
@@ -397,17 +422,18 @@ def test_back_at_a_server_that_still_has_the_session():
         client, got, alone = make_client(server.server_port, retries=0), [], []
         steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
         got += next(steps)
-        server.faults, server.deaf = ["drop"], True                    # the work is done: the server is ahead of the client
+        server.faults, server.deaf = ["drop"], True  # the work is done: the server is ahead of the client
         for _ in range(7):
             alone.append(len(got))
-            logits = from_scratch(net, target, PROMPT, got)            # with the noise of its place, as the target would choose
+            # with the noise of its place, as the target would choose
+            logits = from_scratch(net, target, PROMPT, got)
             got += next(steps)
             assert got[-1:] == Sampler(**SETTINGS["T = 1"]).choose(logits[None], [len(PROMPT + got) - 1])
         server.deaf = False
         time.sleep(0.5)
         down = client.stats.down
         got += next(steps)
-        assert not client.alone and len(server.sessions) == 1
+        assert not client.alone and len(server.sessions.by_name) == 1
         assert client.stats.down - down < 1200 + 8 * (16 + 16) * 4     # states of eight tokens, not of all
         tokens, stats = finish(steps)
     assert stats.offline == alone
@@ -446,7 +472,10 @@ def test_at_the_limit_the_client_asks_once_more():
 
 
 def test_nobody_there_at_the_start(impatient):
-    """Catches a client that waits for ever or drafts from nothing; it tries as often as it was told to, ever more slowly."""
+    """
+    Catches a client that waits for ever or drafts from nothing;
+    it tries as often as it was told to, ever more slowly.
+    """
     target, net, part = make_pair()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))                                       # bound, but not listening: refused
@@ -480,14 +509,17 @@ def test_waiting_for_a_dead_server_does_not_slow_the_text():
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("tli, lsa", [(0, True), (1, True), (3, True), (1, False)])
 def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
-    """Catches stale rows of SA or of the last layers, wrong positions, and an end at the depth of the tree (4)."""
+    """
+    Catches stale rows of SA or of the last layers, wrong positions,
+    and an end at the depth of the tree (4).
+    """
     target = tiny(style, n_layer=3, block_size=64)
     net = make_net(target, tli=tli, lsa=lsa)
     text, drafter = random_text(target, 1, 30)[0].tolist(), Drafter(net, target)
     with torch.inference_mode():
         cache = target.new_cache(64)
         drafter.start(target, 64)
-        for S in (6, 11):                                              # a second time, after drafts and tokens written alone
+        for S in (6, 11):  # a second time, after drafts and tokens written alone
             new = text[cache.length:S]
             hidden = target.hidden(torch.tensor([new]), cache=cache)
             cache.keep(range(len(new)))
@@ -498,11 +530,14 @@ def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
                 assert (logits[0] - from_scratch(net, target, text[:S], text[S:end])).abs().max() < 1e-6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Hostile input
 
 def raw(port, data, wait=5.0, close=False):
-    """Send bytes as they are; -> everything that comes back until the server hangs up, or b'' where it just did that."""
+    """
+    Send bytes as they are; -> everything that comes back until the server hangs up,
+    or b'' where it just did that.
+    """
     with socket.create_connection(("127.0.0.1", port), wait) as s:
         answer = b""
         try:
@@ -530,7 +565,10 @@ def post(line, path, body, **headers):
 
 
 def broken_requests(rng, opened, tree, n):
-    """n times a path and a body, wrong in one way or another; opened and tree are right messages of /open and /verify."""
+    """
+    n times a path and a body, wrong in one way or another;
+    opened and tree are right messages of /open and /verify.
+    """
     junk = [None, True, -1, 1.5, 10**30, float("nan"), float("inf"), "", "x" * 300, [], {}, [[]], [None], [True], [-1], [10**9],
             [0.5], ["1"], {"0": 1}]
     for i in range(n):
@@ -553,10 +591,11 @@ def broken_requests(rng, opened, tree, n):
             message, path, N = dict(tree), "/verify", rng.randrange(1, 9)
             parent = [-1] + [rng.randrange(i) for i in range(1, N)]
             at = rng.randrange(N)
-            parent[at] = rng.randrange(at, N + 2) if at else rng.choice([0, 1, -2])        # itself, a later one, none
+            # itself, a later one, none
+            parent[at] = rng.randrange(at, N + 2) if at else rng.choice([0, 1, -2])
             message |= dict(tokens=[1] * (N + rng.choice([0, 0, 1])), parent=parent)
             body = json.dumps(message)
-        else:                                                          # another path, session, length or shape
+        else:  # another path, session, length or shape
             deep = dict(tokens=[1] * 70, parent=list(range(-1, 69)))
             many = dict(tokens=[1] * 129, parent=list(range(-1, 128)))
             path, change = rng.choice([
@@ -571,7 +610,10 @@ def broken_requests(rng, opened, tree, n):
 
 
 def test_two_thousand_broken_requests():
-    """Catches a request that is taken, ends the server, or harms another session; each gets a 4xx and one line of JSON."""
+    """
+    Catches a request that is taken, ends the server, or harms another session;
+    each gets a 4xx and one line of JSON.
+    """
     target, net, part = make_pair()
     opened = dict(session="0" * 32, backbone=target.fingerprint, drafter=net.fingerprint, text=PROMPT, have=0, max_len=60,
                   wire="int8", temperature=1.0, top_k=0, top_p=1.0, seed=3)
@@ -585,17 +627,21 @@ def test_two_thousand_broken_requests():
         for path, body in broken_requests(random.Random(0), opened, tree, 2000):
             code, answer = post(line, path, body)
             assert 400 <= code < 500 and list(json.loads(answer)) == ["error"] and b"\n" not in answer, (path, body, code, answer)
-        assert post(line, "/verify", json.dumps(tree))[0] == 200       # the session that they were aimed at still works
-        assert len(server.sessions) == 2 and len(server.since) <= 2
+        # the session that they were aimed at still works
+        assert post(line, "/verify", json.dumps(tree))[0] == 200
+        assert len(server.sessions.by_name) == 2 and len(server.connections) <= 2
         line.close()
         assert got + finish(steps)[0] == plain(target, 50, sampling)
 
 
 def test_broken_http():
-    """Catches bodies that are read before their length is known to be bearable, and answers that are not one line of JSON."""
+    """
+    Catches bodies that are read before their length is known to be bearable,
+    and answers that are not one line of JSON.
+    """
     target, net, part = make_pair()
     with serving(target, net, timeout=0.5) as server:
-        port, most = server.server_port, server.most
+        port, most = server.server_port, server.max_body
         head = b"POST /open HTTP/1.1\r\nHost: x\r\n"
         for want, data in [
                 (411, head + b"\r\n"), (411, head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"),
@@ -616,13 +662,16 @@ def test_broken_http():
             raw(port, random.Random(seed).randbytes(200).replace(b"\x80", b"\r\n"), close=True)
         assert remote(make_client(port), part, net, 20, {})[0] == plain(target, 20, {})
     until = time.monotonic() + 5
-    while server.since and time.monotonic() < until:
+    while server.connections and time.monotonic() < until:
         time.sleep(0.01)
-    assert not server.since                                            # no thread and no socket is left behind
+    assert not server.connections  # no thread and no socket is left behind
 
 
 def test_slow_clients_and_too_many_of_them():
-    """Catches a thread that is held for ever by bytes that come one by one, and a number of threads without a bound."""
+    """
+    Catches a thread that is held for ever by bytes that come one by one,
+    and a number of threads without a bound.
+    """
     target, net, part = make_pair()
     with serving(target, net, timeout=0.6, connections=5) as server:
         port = server.server_port
@@ -637,13 +686,13 @@ def test_slow_clients_and_too_many_of_them():
             for i, s in enumerate(lines):
                 if i not in answers:
                     try:
-                        s.sendall(b"x")                                # keeps coming, faster than any time-out
+                        s.sendall(b"x")  # keeps coming, faster than any time-out
                         answers[i] = s.recv(65536)
                     except TimeoutError:
                         pass
                     except ConnectionError:
                         answers[i] = b""
-        assert len(answers) == 5                                           # all were ended; an answer can be lost in that
+        assert len(answers) == 5  # all were ended; an answer can be lost in that
         assert all(status(answers[i]) == 408 for i in (0, 2, 4) if answers[i].endswith(b"}"))
         assert remote(make_client(port), part, net, 20, {})[0] == plain(target, 20, {})
         for s in lines:
@@ -715,13 +764,14 @@ def test_a_fault_of_the_server_does_not_end_it(capsys):
     assert "FloatingPointError" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Load
 
 def under_load(seconds, tokens, clients=16, **options):
     """
-    So many clients, a third of whose answers are dropped, cut, reset or late, write texts for so long; some go away in the
-    middle. Every text must be the target's. -> texts, and how far the process grew in the second half, in bytes.
+    So many clients, a third of whose answers are dropped, cut, reset or late, write texts for so
+    long; some go away in the middle. Every text must be the target's. -> texts, and how far the
+    process grew in the second half, in bytes.
     """
     target, net, part = make_pair()
     statm = "/proc/self/statm"
@@ -755,24 +805,27 @@ def under_load(seconds, tokens, clients=16, **options):
                     assert got == truth[i] and not stats.offline, (i, got, truth[i])
                 n += 1
                 texts += 1
-                assert len(server.sessions) <= server.opt.sessions and len(server.since) <= server.opt.connections
+                assert len(server.sessions.by_name) <= server.opt.sessions and len(server.connections) <= server.opt.connections
                 sizes.append((time.monotonic(), resident()))
 
         with concurrent.futures.ThreadPoolExecutor(clients) as pool:
             for run in [pool.submit(write, i) for i in range(clients)]:
                 run.result()
-        assert sum(s.size for s in server.sessions.values()) <= server.opt.memory_mb * 2**20
+        assert sum(s.size for s in server.sessions.by_name.values()) <= server.opt.memory_mb * 2**20
         server.opt.idle = 0.05
         left = time.monotonic() + 10
-        while (server.sessions or server.since) and time.monotonic() < left:
+        while (server.sessions.by_name or server.connections) and time.monotonic() < left:
             time.sleep(0.05)
-        assert not server.sessions and not server.since, "something is left behind"
+        assert not server.sessions.by_name and not server.connections, "something is left behind"
     half = [size for at, size in sizes if at > until - seconds / 2] or [0]
     return texts, max(half) - half[0]
 
 
 def test_sixteen_clients_on_a_bad_line(impatient):
-    """Catches sessions that mix, tokens that come twice or never, and sessions, threads or sockets that stay."""
+    """
+    Catches sessions that mix, tokens that come twice or never,
+    and sessions, threads or sockets that stay.
+    """
     texts, _ = under_load(0.2, 4, sessions=8)
     assert texts >= 16
 
@@ -784,7 +837,7 @@ def test_sixteen_clients_for_minutes():
     assert texts > 200 and growth < 32 * 2**20, (texts, growth)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Simulated network, statistics, command line
 
 def test_the_simulated_network_and_the_counts():
@@ -908,7 +961,10 @@ def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch
 
 
 def test_the_bench_runs_and_ends_with_json(trained, text_file, capsys):
-    """Catches tables that cannot be made; a drafter that ends after K tokens has no figures beyond, MoA has."""
+    """
+    Catches tables that cannot be made;
+    a drafter that ends after K tokens has no figures beyond, MoA has.
+    """
     import bench.network                                               # as a program it runs in test_readme
     argv = ["--out", trained, "--data", text_file, "--rtts", "1", "--prompts", "1",
             "--chains", "3", "--prompt-tokens", "8", "--new-tokens", "12", "--distances", "1,9", "--texts", "2", "--guessed", "10"]
