@@ -5,6 +5,8 @@ and the marker of the long test.
 import os
 import random
 import sys
+import time
+import types
 
 import pytest
 import torch
@@ -116,3 +118,19 @@ def trained(tmp_path_factory, text_file):
     for method in train.METHODS:
         train.main(["--method", method, *common, "--steps", "6", "--batch-size", "2"])
     return out
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """
+    A client whose pauses between its tries are a tenth as long.
+    -> their lengths as they would have been.
+    """
+    import plumbing.client
+    pauses = []
+
+    def shorter(seconds):
+        pauses.append(seconds)
+        time.sleep(seconds / 10)
+    monkeypatch.setattr(plumbing.client, "time", types.SimpleNamespace(**{**vars(time), "sleep": shorter}))
+    return pauses

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import moa
-from conftest import Watching
+from conftest import Watching, tiny
 from model import GPT, GPTConfig, rotate
 from moa import Config, Drafter, Net, guesses, loss
 from plumbing.budget import calibrate
@@ -619,3 +619,27 @@ def test_end_of_context(style, monkeypatch):
             assert text == complete(target, prompt, 100)[0]
             assert len(text) == 24 - n and stats.stop == "context"
     assert max(positions) < 24
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("tli, lsa", [(0, True), (1, True), (3, True), (1, False)])
+def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
+    """
+    Catches stale rows of SA or of the last layers, wrong positions,
+    and an end at the depth of the tree (4).
+    """
+    target = tiny(style, n_layer=3, block_size=64)
+    net = make_net(target, tli=tli, lsa=lsa)
+    text, drafter = random_text(target, 1, 30)[0].tolist(), Drafter(net, target)
+    with torch.inference_mode():
+        cache = target.new_cache(64)
+        drafter.start(target, 64)
+        for S in (6, 11):  # a second time, after drafts and tokens written alone
+            new = text[cache.length:S]
+            hidden = target.hidden(torch.tensor([new]), cache=cache)
+            cache.keep(range(len(new)))
+            drafter.observe(new, hidden[0], cache)
+            drafter.draft(text[S], Sampler())
+            for end in range(S + 1, S + 8):
+                logits = drafter.alone(text[S:end])
+                assert (logits[0] - from_scratch(net, target, text[:S], text[S:end])).abs().max() < 1e-6
