@@ -38,7 +38,7 @@ def commands(name):
 
 FOUND = {name: commands(name) for name in TEXTS}
 ONE = {re.sub(r"\d+(\.\d+)?", "0", c): c for found in FOUND.values() for c in found}
-ELSEWHERE = ("pytest", "serve", "echo")                                # test_remote, and below
+ELSEWHERE = ("pytest", "serve", "echo")                                # test_server, and below
 COMMANDS = sorted(c for c in ONE.values() if not any(word in c for word in ELSEWHERE))
 SHORTEST = {c.split()[1]: c for c in sorted(COMMANDS, key=len, reverse=True)
             if c != "python train.py"}                                 # per program; it trains all
