@@ -110,7 +110,7 @@ def test_untrained_heads_read_lm_head(style, name):
     seen = list(guesses(net, target, x))
     assert len(seen) == net.K
     for k, (logits, truth, theirs) in enumerate(seen, 1):
-        assert logits.shape == (2 * (12 - k - 1), 23)  # the count of samples (budget.calibrate) relies on this M
+        assert logits.shape == (2 * (12 - k - 1), 23)                  # budget.calibrate counts on this M
         torch.testing.assert_close(logits, own[:, :-k - 1].flatten(0, 1))
         assert truth.tolist() == x[:, k + 1:].flatten().tolist()
         torch.testing.assert_close(theirs, own[:, k:-1].flatten(0, 1))

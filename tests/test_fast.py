@@ -24,8 +24,9 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
     packed = []
     for C in (16, 400):
         torch.manual_seed(0)
-        target = GPT(GPTConfig(n_layer=2, n_head=4, n_kv_head=2 if style == "llama" else 4, n_embd=C,
-                               n_ffn=C + 8, vocab_size=C + 7, block_size=40, style=style, tied=tied)).to(dtype)
+        shape = dict(n_embd=C, n_ffn=C + 8, vocab_size=C + 7, n_head=4,
+                     n_kv_head=2 if style == "llama" else 4)
+        target = GPT(GPTConfig(n_layer=2, block_size=40, style=style, tied=tied, **shape)).to(dtype)
         for name, p in target.named_parameters():
             torch.nn.init.normal_(p, std=0.05) if name.endswith("bias") else None
         x, state = ids(23, 1, 20), {k: v.clone() for k, v in target.state_dict().items()}

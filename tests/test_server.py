@@ -386,8 +386,9 @@ def test_the_two_commands(trained, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--host", "0.0.0.0"], "--token"), (["--host", "example.org"], "--token"), (["--port", "99999"], "99999"),
-    (["--sessions", "0"], "sessions"), (["--checkpoint", "/nonexistent"], "no moa checkpoint"),
+    (["--host", "0.0.0.0"], "--token"), (["--host", "example.org"], "--token"),
+    (["--port", "99999"], "99999"), (["--sessions", "0"], "sessions"),
+    (["--checkpoint", "/nonexistent"], "no moa checkpoint"),
 ])
 def test_mistakes_about_a_server_get_one_line(argv, says, trained, capsys, monkeypatch):
     """Catches tracebacks for what a user typed, and a server that everybody can reach."""
