@@ -44,7 +44,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, Block, DraftHead, GPTConfig, KVCache, arg
+from model import GPT, Block, DraftHead, GPTConfig, KVCache, Rotary, arg, frequencies
 from tree import Sampler, complete, plant
 
 
@@ -76,7 +76,7 @@ class Config:
 
 class Net(nn.Module):
     """Adaptation stages, K residual MLPs that read them, the auto-embedding block, an output matrix."""
-    hot = ("adapt",)                                                   # what --compile compiles
+    compiled = ("adapt",)                                              # what --compile compiles
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
@@ -85,11 +85,12 @@ class Net(nn.Module):
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
         self.layer_cfg = replace(target.cfg, style="llama", qkv_bias=False, n_ffn=cfg.n_ffn or C,
+                                 head_dim=target.cfg.head_dim + target.cfg.head_dim % 2,   # to be rotated: even
                                  n_layer=max(1, cfg.stages))           # n_layer sizes the KV cache of the stages
         self.fc = nn.ModuleList(nn.Linear(2 * C if cfg.token else C, C, bias=False) for _ in range(cfg.stages))
         self.layers = nn.ModuleList(Block(self.layer_cfg) for _ in range(cfg.stages))
-        near = self.K // 2 if cfg.stages == 2 else 0                   # so many heads read stage 1, not the last
-        self.proj = nn.ModuleList(nn.Linear(C, n * C) for n in (near, self.K - near) if n)
+        n_first = self.K // 2 if cfg.stages == 2 else 0                # so many heads read stage 1, the others the last
+        self.proj = nn.ModuleList(nn.Linear(C, n * C) for n in (n_first, self.K - n_first) if n)
         self.block = Block(self.layer_cfg) if cfg.block else None
         self.place = nn.Parameter(torch.zeros(self.K, C)) if cfg.block and cfg.position else None
         for fc in self.fc:
@@ -103,13 +104,8 @@ class Net(nn.Module):
         self.out = None
         if not cfg.share_head:
             self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))                    # (K, V, C), a copy
-        if target.wpe is None:
-            cos, sin = target.cos.clone(), target.sin.clone()
-        else:                                                          # it has none (learned positions): our own
-            tables = GPT(replace(self.layer_cfg, n_layer=0, vocab_size=1))
-            cos, sin = tables.cos, tables.sin
-        self.register_buffer("cos", cos, persistent=False)             # (block_size, D)
-        self.register_buffer("sin", sin, persistent=False)
+        like = target.rotary or Rotary(frequencies(self.layer_cfg), target.cfg.block_size)   # gpt2 rotates nothing
+        self.rotary = Rotary(like.freq, like.most, like.scale)
 
     def adapt(self, h, x, target, cache=None):  # (B, T, C), (B, T) -> one (B, T, C) for each stage
         """
@@ -117,25 +113,26 @@ class Net(nn.Module):
         before; the new ones are written behind them and count once the caller says keep.
         """
         T, S = h.size(1), 0 if cache is None else cache.length
-        rope = self.cos[S:S + T], self.sin[S:S + T]
-        mask = target.attention_mask(T, None, cache, h.dtype)          # causal over the pairs
+        rope = self.rotary(slice(S, S + T))
+        mask, causal = target.attention_mask(T, None, cache, h.dtype)  # over the pairs
         if self.cfg.token and self.cfg.stages:
             e = F.rms_norm(target.wte(x), h.shape[-1:])                # size 1, however small E is
         stages = []
         for i, (fc, layer) in enumerate(zip(self.fc, self.layers)):
             s = stages[-1] if stages else h
             s = fc(torch.cat((s, e), -1) if self.cfg.token else s)     # FC [s ; e]
-            stages.append(layer(s, rope, mask, cache, i))
+            stages.append(layer(s, rope, mask, causal, cache, i))
         return stages or [h]
 
     def forward(self, stages, target):  # one (M, C) for each stage -> (M, K, V)
         C = stages[0].size(-1)
-        read = zip(stages[-len(self.proj):], self.proj)                # near heads, far heads
-        z = torch.cat([s.unsqueeze(1) + F.silu(proj(s)).unflatten(1, (-1, C)) for s, proj in read], 1)  # (M, K, C)
+        read = stages[-len(self.proj):]                                # the first heads read stage 1, the others the last
+        parts = [s.unsqueeze(1) + F.silu(proj(s)).unflatten(1, (-1, C)) for s, proj in zip(read, self.proj)]
+        z = torch.cat(parts, 1)                                        # (M, K, C)
         if self.place is not None:
             z = z + self.place
         if self.block is not None:                                     # the anchors are its batch: none sees another
-            z = self.block(z, None, None if self.cfg.bidirectional else True)
+            z = self.block(z, causal=not self.cfg.bidirectional)       # bidirectional: no mask at all
         if self.out is None:
             return self.head(z, target)
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
@@ -164,7 +161,7 @@ def guesses(net, target, x):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), net.head.local(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
+        yield guess[:, :n].flatten(0, 1), net.head.draft_ids(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -193,30 +190,32 @@ class Drafter:
     prompt they read the last WINDOW tokens: in training no sequence is longer.
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
-        self.net, self.target = net.eval(), target
-        self.shape, self.nodes, self.floor = shape, nodes, floor
-        self.rows = nodes if shape is None else len(shape.parent)
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+        self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
+        self.capacity = self.cache_rows = capacity if shape is None else len(shape.parent)
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         like = target.wte.weight
         self.cache = KVCache(self.net.layer_cfg, max_len, device=like.device, dtype=like.dtype)
         self.tokens, self.h, self.n = [], [], 0
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,) became text; hidden (T, C) are the target's states for them."""
         self.tokens += tokens[-WINDOW:]                                # since the last draft: these tokens ...
         self.h.append(hidden[-WINDOW:])                                # ... and their hidden states, (T, C)
         self.n += len(tokens)                                          # the root stands at position n
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
+        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as all K heads see it."""
         h = torch.cat(self.h).unsqueeze(0)                             # (1, T, C)
         x = torch.tensor([self.tokens[1:] + [root]], device=h.device)  # (1, T) the root completes the last pair
         stages = self.net.adapt(h, x, self.target, self.cache)
         self.cache.keep(range(len(self.tokens)))
         self.tokens, self.h = [], []
         logits = self.net([s[:, -1] for s in stages], self.target)[0]  # (K, V)
-        scores = sampler.rank(self.net.head.spread(logits), range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, self.nodes, self.floor)
+        scores = sampler.rank(self.net.head.all_tokens(logits), range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -106,42 +106,49 @@ class Net(nn.Module):
         Positions (K*M,) and mask (K*M, S+K*M) of the pseudo rows of M anchors. n (M,) are the anchors' positions,
         real (M, S) is what they look at. State k stands at n + k; it looks at that, itself and its earlier siblings.
         """
-        M, rows, device = len(n), self.K * len(n), target.wte.weight.device
-        pos = np.minimum(np.add.outer(self.order, n), target.cfg.block_size - 1).reshape(rows)
-        own = (self.sees[:, None, :, None] & np.eye(M, dtype=bool)[:, None]).reshape(rows, rows)
-        mask = np.concatenate((np.tile(real, (self.K, 1)), own), 1)
+        M, device = len(n), target.wte.weight.device
+        pos = np.minimum(np.add.outer(self.order, n), target.cfg.block_size - 1).flatten()
+        siblings = np.kron(self.sees, np.eye(M)).astype(bool)          # those of other anchors are never seen
+        mask = np.concatenate((np.tile(real, (self.K, 1)), siblings), 1)
         return torch.from_numpy(pos).to(device), torch.from_numpy(mask).to(device)
 
-    def forward(self, target, x, anchors, pos, mask, cache, every=False):  # (B, N, C) -> (B, N+K*M, C)
+    def join(self, l, x, h):
+        """The pseudo states that are made at the input of block l, from the anchors' states h (B, M, C), behind the rows x."""
+        rows = [x]                                                     # (B, n, C)
+        for k in self.order:
+            if self.layers[k - 1] == l:
+                chained = self.cfg.source == "previous" and k > 1
+                rows.append(self.proj[k - 1](rows[-1][:, -h.size(1):] if chained else h))
+        return torch.cat(rows, 1)
+
+    def forward(self, target, x, anchors, pos, mask, cache, every=False):
         """
-        Blocks first .. L-1 on N real rows x (N may be 0) and the pseudo rows, which join behind them on the way.
-        anchors(l, x) -> (B, M, C), the anchors' states at the input of block l; None = no pseudo rows. pos and mask
-        are for all rows. Yields (l, rows) at the input of block l, new ones included, where rows join (or at every
-        block), and (L, rows) at the end.
+        Blocks first .. L-1 on N real rows x (B, N, C), N may be 0, and the pseudo rows, which join behind them on the way.
+        anchors(l, x) -> (B, M, C), the anchors' states at the input of block l; None = no pseudo rows. pos and mask are for
+        all rows. Returns {l: (B, N+K*M, C)}: the rows at the input of block l, new ones included, where rows join (or at
+        every block), and at the end, l = L.
         """
-        L = target.cfg.n_layer
+        L, states = target.cfg.n_layer, {}
         stops = sorted({*self.layers, *(range(self.first, L) if every else ())})
         for l, stop in zip(stops, stops[1:] + [L]):
-            h, rows = anchors(l, x), [x]
-            for k in self.order if h is not None else ():
-                if self.layers[k - 1] == l:
-                    chained = self.cfg.source == "previous" and k > 1
-                    rows.append(self.proj[k - 1](rows[-1][:, -h.size(1):] if chained else h))
-            x = torch.cat(rows, 1) if len(rows) > 1 else x
-            yield l, x
+            if anchors is not None:
+                x = self.join(l, x, anchors(l, x))
+            states[l] = x
             n = x.size(1)                                              # later states are not there yet
-            x = target.run(x, pos[:n], mask if mask is None else mask[:n, :cache.length + n], cache, l, stop)
-        yield L, x
+            seen = None if mask is None else mask[:n, :cache.length + n]
+            x = target.run(x, pos[:n], seen, cache, l, stop)
+        states[L] = x
+        return states
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss
 
-class Behind:
-    """A text's cache for training: new rows are joined to it, not written into it, so that gradients reach them."""
+class JoinedCache:
+    """A text's full cache, for training: new rows are joined to it, not written into it, so that gradients reach them."""
 
     def __init__(self, cache):
-        self.k, self.v, self.length = cache.k, cache.v, cache.max_len
+        self.k, self.v, self.length = cache.k, cache.v, cache.max_len  # full: the text has max_len rows
 
     def write(self, layer, k, v):
         return torch.cat((self.k[layer], k), 2), torch.cat((self.v[layer], v), 2)
@@ -154,16 +161,16 @@ def context(target, x):
     h = [target.embed(x, pos)]
     for l in range(target.cfg.n_layer):
         h.append(target.run(h[l], pos, None, cache, l, l + 1))
-    return h, Behind(cache)
+    return h, JoinedCache(cache)
 
 
 def transfer(net, target, h, cache, at, every=False):
-    """Pseudo states for the anchors at (A,) of a text in one pass. Yields (l, (B, 1..K, A, C)), as they join."""
+    """Pseudo states for the anchors at (A,) of a text in one pass -> {l: (B, 1..K, A, C)}, see Net.forward."""
     real = np.tri(h[0].size(1), dtype=bool)[at.numpy()]                # (A, T)  the text up to the anchor
     pos, mask = net.layout(target, at.numpy(), real)
     on = at.to(pos.device)
-    for l, x in net(target, h[0][:, :0], lambda l, x: h[l][:, on], pos, mask, cache, every):
-        yield l, x.unflatten(1, (-1, len(at)))
+    states = net(target, h[0][:, :0], lambda l, x: h[l][:, on], pos, mask, cache, every)
+    return {l: x.unflatten(1, (-1, len(at))) for l, x in states.items()}
 
 
 def guesses(net, target, x):
@@ -178,17 +185,15 @@ def guesses(net, target, x):
     if net.training and some > 0:                                      # with K; the same in all sequences
         at = torch.randperm(T - K - 1)[:some].sort().values
     h, cache = context(target, x)
-    parts = []
-    for part in at.split(64):                                          # anchors never see each other
-        *_, (_, states) = transfer(net, target, h, cache, part)
-        parts.append(states)
+    L = target.cfg.n_layer
+    parts = [transfer(net, target, h, cache, part)[L] for part in at.split(64)]        # anchors never see each other
     states = torch.cat(parts, 2)                                       # (B, K, A, C)
     for k in range(1, K + 1):
         n = at[at < T - k - 1].to(x.device)                            # their token k + 1 places on is in the text
         with torch.no_grad():
             own = net.head(target.norm(h[-1][:, n + k]), target)       # (B, A, V)  teacher forcing
         guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)                  # (B, A, V)
-        yield guess.flatten(0, 1), net.head.local(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
+        yield guess.flatten(0, 1), net.head.draft_ids(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
 
 
 def loss(net, target, x):
@@ -214,77 +219,91 @@ def loss(net, target, x):
 OPTIONS = {"groups": "nodes that carry pseudo states in the verifying forward"}
 
 
+MOST_GROUPS = 4
+
+
 class Drafter:
     """
-    Rides in the target's forward. groups: so many nodes, the likeliest to end the path, carry a group of K pseudo
-    rows; when it ends elsewhere, K rows more run through the upper blocks (0 = always so; nodes or more = never). By default 0
-    for a target so small that its weights stay in the processor's cache, 2 for one whose upper blocks would be fetched again.
+    Rides in the target's forward. groups: so many nodes, the likeliest to end the path, carry a group of K pseudo rows;
+    when it ends elsewhere, K rows more run through the upper blocks (0 = always so; as many as nodes = never). By default
+    as many as cost least here: by the time that the target's forward takes for a row more and for a pass more, and by how
+    often paths ended at the likeliest node, the second, ...
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, groups=None):
-        groups = (2 if target.cfg.n_embd >= 384 else 0) if groups is None else groups
-        self.net, self.target = net.eval(), target
-        self.shape, self.nodes, self.floor = shape, nodes, floor
-        most = nodes if shape is None else len(shape.parent)
-        self.groups = min(groups, most)
-        self.rows = most + max(1, self.groups) * net.K
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, groups=None):
+        self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
+        self.capacity = capacity if shape is None else len(shape.parent)
+        self.fixed = groups is not None
+        self.groups = min(groups if self.fixed else MOST_GROUPS, self.capacity)        # at most, unless fixed
+        self.cache_rows = self.capacity + max(1, self.groups) * net.K
+        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths at the likeliest node, the 2nd, .., elsewhere
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
+        target.reserve(max_len + self.net.K)
         self.tree, self.ends, self.states, self.h, self.n = None, [], {}, None, 0
 
-    def likely_ends(self, N, tree):
-        """The rows that carry a group, by P(the path ends exactly there) = value - sum of the children's values."""
-        if tree is None:                                               # the prompt ends at its end
-            return [N - 1] if self.groups else []
+    def n_groups(self):
+        """How many groups the next forward carries."""
+        if self.fixed or not self.target.seconds:
+            return self.groups if self.fixed else 0
+        (fixed, per_row), K = self.target.seconds, self.net.K
+        groups = np.arange(self.groups + 1)
+        missed = 1 - np.append(0, self.ended[:self.groups]).cumsum() / self.ended.sum()
+        return int((groups * K * per_row + missed * (fixed + K * per_row)).argmin())
+
+    def likely_ends(self, tree):
+        """Nodes, the likeliest to end the path first: P(it ends exactly there) = value - sum of the children's values."""
         stay = [-d for d in tree.depth]                                # without values: shallow nodes first
         if tree.value:
             stay = list(tree.value)
-            for i in range(1, N):
+            for i in range(1, len(tree)):
                 stay[tree.parent[i]] -= tree.value[i]
-        return sorted(sorted(range(N), key=lambda i: -stay[i])[:self.groups])
+        return sorted(range(len(tree)), key=lambda i: -stay[i])
 
-    def ride(self, target, idx, pos, mask, cache, tree, ends=None):
+    def target_forward(self, target, idx, pos, mask, cache, tree, carry=True):
         """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
-        net, N, S, real_rows = self.net, idx.size(1), cache.length, (target, idx, pos, mask, cache, tree)
-        ends = self.likely_ends(N, tree) if ends is None else ends
-        self.tree, self.ends, self.states = tree, ends, {}
+        net, N = self.net, idx.size(1)
+        self.tree, self.ranked = tree, self.likely_ends(tree) if tree else []          # a prompt's group is made behind it
+        self.ends = sorted(self.ranked[:self.n_groups()]) if carry else []
         x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
-        at = torch.tensor(ends, device=x.device)
-        if ends:
-            real = np.tri(N, S + N, S, dtype=bool) if mask is None else mask.cpu().numpy()
-            behind, look = net.layout(target, pos.cpu().numpy()[ends], real[ends])
-            pos = torch.cat((pos, behind))
+        anchors, all_pos, all_mask = None, pos, mask
+        if self.ends:
+            at, real = torch.tensor(self.ends, device=x.device), mask.cpu().numpy()
+            behind, look = net.layout(target, pos.cpu().numpy()[self.ends], real[self.ends])
             real = np.pad(real, ((0, 0), (0, len(behind))))            # real rows look at no pseudo row
-            mask = torch.cat((torch.from_numpy(real).to(look.device), look))
-        for l, x in net(target, x, lambda l, x: x.index_select(1, at) if ends else None, pos, mask, cache):
-            self.states[l] = x                                         # (1, N + pseudo rows, C)
-        hidden = target.norm(x[:, :N])                                 # pseudo keys, behind the nodes', go unkept
-        if ends and hidden.isnan().any():                              # no mask hides a NaN or an infinity: once more without
-            return self.ride(*real_rows, [])
+            all_pos, all_mask = torch.cat((pos, behind)), torch.cat((torch.from_numpy(real).to(look.device), look))
+            anchors = lambda l, x: x.index_select(1, at)
+        self.states = net(target, x, anchors, all_pos, all_mask, cache)                # (1, N + pseudo rows, C) each
+        hidden = target.norm(self.states[target.cfg.n_layer][:, :N])   # pseudo keys, behind the nodes', are not kept
+        if self.ends and hidden.isnan().any():                         # no mask hides a NaN: once more without pseudo rows
+            return self.target_forward(target, idx, pos, mask, cache, tree, carry=False)
         return hidden
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,) became text: the pseudo states of the last of them are the next draft."""
         end = len(tokens) - 1                                          # the row of the last committed token
         if self.tree is not None:                                      # follow the tokens down the tree, as in walk
             child = {(up, token): i for i, (up, token) in enumerate(zip(self.tree.parent, self.tree.tokens))}
             end = 0
             for token in tokens[1:]:
                 end = child[end, token]
-        net, self.n = self.net, cache.length                           # the root stands at n, the anchor at n - 1
-        x = self.states[self.target.cfg.n_layer]
+            self.ended[min(self.ranked.index(end), len(self.ended) - 1)] += 1
+        net, L, self.n = self.net, self.target.cfg.n_layer, cache.length               # the root stands at n, its anchor at n - 1
+        states, M, N, m = self.states, len(self.ends), len(tokens), 0
         if end in self.ends:
-            m, M = self.ends.index(end), len(self.ends)
-            N = x.size(1) - net.K * M
+            m, N = self.ends.index(end), states[L].size(1) - net.K * M
         else:                                                          # K rows behind the text, then forgotten
-            m, M, N = 0, 1, 0
+            M, N, before = 1, 0, states
             pos, mask = net.layout(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
-            *_, (_, x) = net(self.target, x[:, :0], lambda l, _: self.states[l][:, end:end + 1], pos, mask, cache)
-        self.h = x[0, [N + slot * M + m for slot in net.slot]]         # (K, C)
+            states = net(self.target, before[L][:, :0], lambda l, x: before[l][:, end:end + 1], pos, mask, cache)
+        self.h = states[L][0, [N + slot * M + m for slot in net.slot]]                 # (K, C)
 
-    def draft(self, root, sampler):
-        logits = self.net.head.spread(self.net.head(self.target.norm(self.h), self.target))         # (K, V)
+    def draft(self, root, sampler, limit=None):
+        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as the K states see it."""
+        logits = self.net.head.all_tokens(self.net.head(self.target.norm(self.h), self.target))      # (K, V)
         scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, self.nodes, self.floor)
+        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,10 +341,10 @@ def by_layer(net, target, x):
     n = at.to(x.device)
     cosine = torch.full((len(h), net.K), float("nan"))
     top1 = cosine.clone()
-    for l, states in transfer(net, target, h, cache, at, every=True):
+    for l, states in transfer(net, target, h, cache, at, every=True).items():
         for k, p in zip(net.order, states.unbind(1)):                  # (B, A, C)
             cosine[l, k - 1] = F.cosine_similarity(p, h[l][:, n + k], dim=-1).mean()
-            top1[l, k - 1] = (target.head(p).argmax(-1) == x[:, n + k + 1]).float().mean()
+            top1[l, k - 1] = (target.lm_head(target.norm(p)).argmax(-1) == x[:, n + k + 1]).float().mean()
     return cosine, top1
 
 

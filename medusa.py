@@ -125,7 +125,7 @@ def guesses(net, target, x, states=None):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), net.head.local(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
+        yield guess[:, :n].flatten(0, 1), net.head.draft_ids(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x, states=None):
@@ -148,22 +148,24 @@ def loss(net, target, x, states=None):
 class Drafter:
     """Keeps the hidden state of the last committed token; one product of all heads makes a draft."""
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
-        self.net, self.target = net.eval(), target
-        self.shape, self.nodes, self.floor = shape, nodes, floor
-        self.rows = nodes if shape is None else len(shape.parent)
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+        self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
+        self.capacity = self.cache_rows = capacity if shape is None else len(shape.parent)
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         self.h, self.n = None, 0
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,) became text; hidden (T, C) are the target's states for them."""
         self.h = hidden[-1:]                                           # (1, C)
         self.n += len(tokens)                                          # the root stands at position n
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
+        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as all K heads see it."""
         logits = self.net(self.h, self.target)[0]                      # (K, V)
-        scores = sampler.rank(self.net.head.spread(logits), range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, self.nodes, self.floor)
+        scores = sampler.rank(self.net.head.all_tokens(logits), range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------

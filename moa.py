@@ -44,6 +44,7 @@ Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765
 """
 import sys
+import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -51,8 +52,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, MLP, Block, DraftHead, GPTConfig, KVCache, arg, attend, make_norm, rotate
-from tree import Sampler, Tree, complete, plant_levels
+from model import (GPT, MLP, Block, DraftHead, GPTConfig, KVCache, Rotary, additive, arg, attend, frequencies,
+                   make_norm, rotate)
+from tree import Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,13 +85,6 @@ class Config:
 # --------------------------------------------------------------------------------------------------
 # Modules
 
-def rotary(n, D, theta):
-    """Cos and signed sin for positions 0 .. n-1, as model.rotate takes them: (2, n, D)."""
-    angle = torch.outer(torch.arange(n).double(), theta ** (-torch.arange(0, D, 2).double() / D))
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).float()
-
-
 class CrossAttention(nn.Module):
     """CA: one pre-norm layer with queries from SA, keys and values from LSA, and one norm for both."""
 
@@ -106,7 +101,7 @@ class CrossAttention(nn.Module):
         k, v = self.kv(self.norm1(s)).view(*s.shape[:2], 2 * G, D).transpose(1, 2).chunk(2, 1)
         return rotate(k, *rope), v
 
-    def forward(self, x, kv, rope, mask):  # (B, T, C), mask (.., T, S) additive -> (B, T, C)
+    def forward(self, x, kv, rope, mask=None):  # (B, T, C), mask (.., T, S) additive -> (B, T, C)
         H, G, D = self.heads
         q = rotate(self.q(self.norm1(x)).view(*x.shape[:2], H, D).transpose(1, 2), *rope)
         y = attend(q, *kv, mask)                                       # (B, H, T, D)
@@ -116,7 +111,7 @@ class CrossAttention(nn.Module):
 
 class Net(nn.Module):
     """LSA, SA and CA: what is trained. The target's layers and embeddings are only borrowed, call by call."""
-    hot = ("level",)                                                   # what --compile compiles
+    compiled = ("level",)                                              # what --compile compiles
 
     def __init__(self, cfg, target, vocab=None):
         super().__init__()
@@ -126,6 +121,7 @@ class Net(nn.Module):
         self.cfg, self.K = cfg, cfg.depth
         self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
+                             head_dim=c.head_dim + c.head_dim % 2,     # to be rotated: even
                              n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
         self.sa, self.ca = Block(self.layer), CrossAttention(self.layer)
         E = 2 * c.n_kv_head * c.head_dim if cfg.lsa else c.n_embd      # width of what is read
@@ -133,8 +129,8 @@ class Net(nn.Module):
                               head_dim=max(2, c.head_dim // 4 * 2))    # D / 2 as the authors', and even
         self.lsa = Block(over_layers) if cfg.lsa else None
         self.ekv2e = nn.Linear(E, c.n_embd)
-        self.register_buffer("rope", rotary(c.block_size, c.head_dim, c.rope_theta), persistent=False)
-        self.register_buffer("layer_rope", rotary(c.n_layer, over_layers.head_dim, c.rope_theta), persistent=False)
+        self.rotary = Rotary(frequencies(self.layer), c.block_size)    # of tokens, and of layers
+        self.layer_rotary = Rotary(frequencies(over_layers), c.n_layer)
         for name, p in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):           # residual branches add nothing at first
                 nn.init.zeros_(p)
@@ -146,24 +142,28 @@ class Net(nn.Module):
         L, B, G, T, D = k.shape
         x = torch.cat((k, v), -1)                                      # [k_h ; v_h] (L, B, G, T, 2D)
         x = x.permute(1, 3, 0, 2, 4).reshape(B * T, L, 2 * G * D)
-        x = self.lsa(x, self.layer_rope, None)                         # no mask: every layer sees every layer
+        x = self.lsa(x, self.layer_rotary(slice(L)))                   # no mask: every layer sees every layer
         return self.ekv2e(x.mean(1)).view(B, T, -1)
 
-    def finish(self, f, target, pos, mask, cache=None):
+    def finish(self, f, target, pos, mask=None, causal=False, cache=None):
         """TLI: CA's output (B, T, C) through the target's last N layers -> what lm_head reads."""
         if self.cfg.tli == 0:
             return f
         rope = target.rope(pos)
         for i in range(-self.cfg.tli, 0):                              # from the end: a cache may have just N
-            f = target.blocks[i](f, rope, mask, cache, i)
+            f = target.blocks[i](f, rope, mask, causal, cache, i)
         return target.norm(f)
 
-    def level(self, x, rope, pos, mask, sa, kv, target, last, queries):
-        """Embedded tokens x (1, T, C) at pos through SA; the last ones, all at one position, to the end -> (1, queries, C)."""
+    def level(self, x, rope, pos, mask, causal, sa, kv, target, last, queries):
+        """
+        Embedded tokens x (1, T, C) at pos through SA; the last ones, the queries, all at one position, to the end ->
+        (1, queries, C). sa, kv: the caches of SA and CA; last: of the target's last N layers.
+        """
+        cos, sin = rope
         T = x.size(1)
-        x = self.sa(x, rope, mask, sa)[:, -queries:]
-        x = self.ca(x, kv, rope[:, -1:], None)                         # no mask: all that is cached is verified
-        return self.finish(x, target, pos[-1:], mask if T == queries else None, last)
+        x = self.sa(x, rope, mask, causal, sa)[:, -queries:]
+        x = self.ca(x, kv, (cos[-1:], sin[-1:]))                       # no mask: all that is cached is verified
+        return self.finish(x, target, pos[-1:], mask if T == queries else None, cache=last)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,23 +177,23 @@ def guesses(net, target, x):
     target's own logits (M, V) for them, with M = B * (T - k - 1).
     """
     B, T = x.shape
-    pos, additive = target.positions(T), lambda mask: target.attention_mask(len(mask), mask, None, h.dtype)
+    pos, rope = target.positions(T), net.rotary(slice(T))
     cache = target.new_cache((net.K + 1) * T, B)
     h = target.hidden(x, cache=cache)                                  # (B, T, C)
     own = net.head(h, target)                                          # (B, T, V)
     cache.keep(range(T))
-    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), net.rope[:, :T])
-    s = net.sa(target.embed(x, pos), net.rope[:, :T], True)            # (B, T, C)
+    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
+    s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
     look = sees                                                        # row t: verified j <= t, and own drafts
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1, queries at t + k
         look = torch.cat((look[:n], alone[:n, :n]), -1)
-        f = net.ca(s[:, k:T - 1], kv, net.rope[:, k:T - 1], additive(sees[:n]))
-        h = net.finish(f, target, pos[k:T - 1], additive(look), cache)                               # (B, n, C)
+        f = net.ca(s[:, k:T - 1], kv, net.rotary(slice(k, T - 1)), additive(sees[:n], h.dtype))
+        h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)                # (B, n, C)
         cache.keep(range(n))                                           # the deeper drafts will look at these
-        yield net.head(h, target).flatten(0, 1), net.head.local(x[:, k + 1:]).flatten(), own[:, k:-1].flatten(0, 1)
+        yield net.head(h, target).flatten(0, 1), net.head.draft_ids(x[:, k + 1:]).flatten(), own[:, k:-1].flatten(0, 1)
 
 
 def loss(net, target, x, progress=1.0):
@@ -203,7 +203,7 @@ def loss(net, target, x, progress=1.0):
     """
     cfg, (B, T) = net.cfg, x.shape
     t, split = target.positions(T), target.cfg.n_layer - cfg.tli
-    additive = lambda mask: target.attention_mask(T, mask, None, h.dtype)
+    rope = net.rotary(slice(T))
     with torch.no_grad():
         cache = target.new_cache(T, B)
         deep = target.run(target.embed(x, t), t, None, cache, 0, split)                      # into layer L-N
@@ -213,40 +213,42 @@ def loss(net, target, x, progress=1.0):
     verified = (t < prompt) | (t % every == 0)                         # (B, T)
     start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified position before i
     seen = start if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
-    causal, mask = t <= t[:, None], True
+    before, mask = t <= t[:, None], None
     if cfg.staircase and progress < 0.5:                               # SA of some samples sees start+1 .. i only
         wide = torch.rand(B, 1, 1, device=x.device) >= 1 - 2 * progress
-        mask = causal & (wide | (t > start[..., None]) | (t == t[:, None]))        # and x[0] itself
-        mask = additive(mask[:, None])                                 # (B, 1, T, T)
-    s = net.sa(target.embed(x, t), net.rope[:, :T], mask)
+        mask = before & (wide | (t > start[..., None]) | (t == t[:, None]))        # and x[0] itself
+        mask = additive(mask[:, None], h.dtype)                        # (B, 1, T, T)
+    s = net.sa(target.embed(x, t), rope, mask, causal=mask is None)
     sees = t <= seen[..., None]                                        # (B, T, T)  query i sees s_j, j <= start(i)
-    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), net.rope[:, :T])
-    f = net.ca(s, kv, net.rope[:, :T], additive(sees[:, None]))        # (B, T, C)
+    kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
+    f = net.ca(s, kv, rope, additive(sees[:, None], h.dtype))          # (B, T, C)
 
     count = (t > 0).expand(B, T)                                       # x[0] has nothing verified before it
     if cfg.tli == 0:
         guess = f
     elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
-        look = torch.cat((sees, causal & ~sees), -1)                   # (B, T, 2T)
+        look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
         def write(layer, k, v):                                        # a KVCache would overwrite what autograd needs
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
-        guess = net.finish(f, target, t, additive(look[:, None]), SimpleNamespace(write=write))
+        guess = net.finish(f, target, t, additive(look[:, None], h.dtype), cache=SimpleNamespace(write=write))
     else:                                                              # true inputs where verified, else own
-        guess = net.finish(torch.where(verified[..., None], deep, f), target, t, True)
+        guess = net.finish(torch.where(verified[..., None], deep, f), target, t, causal=True)
         count = ~verified
     guess, real = guess[count], h[count]                               # (M, C)
     logits = net.head(guess, target)                                   # (M, V)
     with torch.no_grad():
         p = net.head(real, target).softmax(-1)
-    near = F.smooth_l1_loss(guess, real)
+    distance = F.smooth_l1_loss(guess, real)
     if cfg.tli:
-        near = 0.5 * near + 0.5 * F.smooth_l1_loss(f[:, 1:], deep[:, 1:])
-    total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * near
+        distance = 0.5 * distance + 0.5 * F.smooth_l1_loss(f[:, 1:], deep[:, 1:])
+    total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * distance
 
-    right = logits.argmax(-1) == F.pad(net.head.local(x[:, 1:]), (0, 1), value=-1)[count]
-    distance = (t - start).masked_fill(t == T - 1, 0)[count]           # what follows the last token is not known
-    at = distance == torch.arange(1, net.K + 1, device=x.device)[:, None]                            # (K, M)
-    return total, (right & at).sum(-1) / at.sum(-1).clamp(min=1)
+    right = logits.argmax(-1) == F.pad(net.head.draft_ids(x[:, 1:]), (0, 1), value=-1)[count]
+    past = (t - start).masked_fill(t == T - 1, 0)[count]               # so far past the last verified token; what follows
+    top1 = []                                                          # the last one is not known
+    for k in range(1, net.K + 1):
+        top1.append((right & (past == k)).sum() / (past == k).sum().clamp(min=1))
+    return total, torch.stack(top1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,41 +259,46 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 
 class Drafter:
     """
-    Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree
-    is EAGLE-2's, see tree.plant_levels. A level costs 2 + N layers, (2 + N) / L of a target's forward, which brings a
-    token or more; so by default a level is run where it is at least that likely to be reached, up to those trained for.
+    Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree is
+    EAGLE-2's, see tree.plant_best_levels. A level that is run brings at most one token more, with the probability that the
+    text reaches it: by default it is run where that is more than what a level takes here, measured in forwards of the target.
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.nodes, self.depth = nodes, depth or net.K
-        self.least = 0.0 if depth else (2 + net.cfg.tli) / target.cfg.n_layer
+        self.capacity, self.depth = capacity, depth or net.K
+        self.measured = not depth                                      # else all levels that were asked for
+        self.reach = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0  # a level in forwards: its layers
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
-        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room for the rows behind the root
+        self.drafts = self.breadth * self.depth                        # room for the rows behind the root
         if shape:
             parent = self.shape.parent
-            self.rows = self.drafts = len(parent)
-            self.depth, self.breadth = max(Tree(parent, parent).depth), max(self.shape.rank) + 1
+            self.capacity = self.drafts = len(parent)
+            self.depth = max(Tree(parent, parent).depth)
+        self.cache_rows = self.capacity
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         w = target.wte.weight
         new = lambda cfg, n_layer: KVCache(cfg, max_len + self.drafts, 1, w.device, w.dtype, n_layer)
         self.sa, self.ca = new(self.net.layer, 1), new(self.net.layer, 1)
         self.last = new(target.cfg, self.net.cfg.tli) if self.net.cfg.tli else None
+        target.reserve(max_len)
         self.pos = torch.arange(max_len, device=w.device)
         self.text, self.max_len = [], max_len
 
     def observe(self, tokens, hidden, cache):
-        new, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
-        k, v = cache.read(new)                                         # (L, 1, G, T, D)
-        self.receive(tokens, self.net.read(k, v, hidden[None]), k[len(k) - N:], v[len(v) - N:])
+        """tokens (T,) became text; hidden (T, C) are the target's states for them, cache has its keys and values."""
+        at, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
+        k, v = cache.read(at)                                          # (L, 1, G, T, D)
+        self.receive(tokens, self.net.read(k, v, hidden[None]), *last_layers(N, k, v))
 
     def receive(self, tokens, s, k, v):
         """The drafter's side: verified tokens, their states s (1, T, C), k and v (N, 1, G, T, D) of N layers."""
         S, n = len(self.text), len(tokens)
         self.text += tokens
-        self.kv = self.ca.write(0, *self.net.ca.keys(s, self.net.rope[:, S:S + n]))          # (1, G, S+T, D)
+        self.kv = self.ca.write(0, *self.net.ca.keys(s, self.net.rotary(slice(S, S + n))))   # (1, G, S+T, D)
         self.ca.length += n
         if self.last:
             self.last.length = S                                       # what was drafted goes
@@ -299,46 +306,63 @@ class Drafter:
                 self.last.write(i, k[i], v[i])
             self.last.length += n
 
-    def forward(self, tokens, at, mask, queries):
+    def forward(self, tokens, at, mask, causal, queries):
         """Tokens at positions at through SA; the last ones, all at one position, to the end -> (queries, V)."""
-        net, target, pos, rope = self.net, self.target, self.pos[at], self.net.rope[:, at]
+        net, target, pos = self.net, self.target, self.pos[at]
         x = target.embed(torch.tensor([tokens], device=pos.device), pos)                             # (1, T, C)
-        x = net.level(x, rope, pos, mask, self.sa, self.kv, target, self.last, queries)
+        x = net.level(x, net.rotary(at), pos, mask, causal, self.sa, self.kv, target, self.last, queries)
         self.sa.length += len(tokens)
         if self.last:
             self.last.length += queries
-        return net.head.spread(net.head(x[0], target))
+        return net.head.all_tokens(net.head(x[0], target))
+
+    def catch_up(self, tokens):
+        """SA reads what it has not seen of the text and these tokens behind it -> logits (1, V) for what follows the last."""
+        end = len(self.text) + len(tokens)
+        self.sa.crop(min(self.sa.length, end - 1))                     # if asked twice, the other last token goes
+        new = (self.text + tokens)[self.sa.length:]
+        how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
+        return self.forward(new, slice(self.sa.length, end), *how, 1)
 
     def alone(self, tokens):
         """
         Logits (1, V) for what follows unverified tokens behind the text: the root, and what was written after it without
         the target. Asked once for every token more, as far as max_len; a draft or a verification ends it.
         """
-        S, end = len(self.text), len(self.text) + len(tokens)
-        assert not self.last or self.last.length == end - 1, f"{self.last.length - S} of {len(tokens)} tokens went before"
-        self.sa.crop(min(self.sa.length, end - 1))
-        new = (self.text + tokens)[self.sa.length:]
-        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
-        return self.forward(new, slice(self.sa.length, end), mask, 1)
+        before = self.last.length - len(self.text) if self.last else len(tokens) - 1
+        assert before == len(tokens) - 1, f"{before} of {len(tokens)} tokens went before"
+        return self.catch_up(tokens)
 
-    def draft(self, root, sampler):
-        S = len(self.text)                                             # the root stands at position S
+    def draft(self, root, sampler, limit=None):
+        """-> a Tree of at most limit nodes of what may follow root, which stands at position S behind the text."""
+        S, levels = len(self.text), 0
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
-        if depth < 1 or self.rows < 2:
+        if depth < 1 or self.capacity < 2:
             return Tree([root], [-1], [1.0])
-        self.sa.crop(min(self.sa.length, S))                           # if asked twice, the other root goes
-        new = self.text[self.sa.length:] + [root]                      # what SA has not seen yet
-        mask = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
-        logits = self.forward(new, slice(self.sa.length, S + 1), mask, 1)
+        logits = self.catch_up([root])
+        began = time.perf_counter()
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
-            return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), len(tokens))
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes, self.floor, self.shape,
-                            self.least)
+            nonlocal levels
+            levels += 1
+            return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), False, len(tokens))
+        if self.shape:
+            tree = plant_shape_levels(root, logits, step, sampler, S, depth, self.shape)
+        else:
+            tree = plant_best_levels(root, logits, step, sampler, S, depth, self.breadth, limit or self.capacity,
+                                     self.floor, self.reach)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)
+        if self.measured and self.target.seconds and levels:           # (a level waits for the device: its clock is right)
+            share = (time.perf_counter() - began) / levels / self.target.seconds[0]
+            self.reach += 0.1 * (min(share, 1.0) - self.reach)
         return tree
+
+
+def last_layers(N, *layers):
+    """Of tensors (L, ..) the last N layers each; none for N = 0, which a negative index could not say."""
+    return [x[len(x) - N:] for x in layers]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,15 +18,16 @@ Maths    x_t = argmax_v [ z_t(v) + T g_t(v) ]  is a sample of softmax(z_t / T)  
 
 Shapes   N nodes of a tree (root included), K draft positions, V vocabulary, S cached tokens
 
-A drafter is any object with
+A drafter is any object with (the whole contract of a method stands in plumbing/contract.py)
 
-    rows                                   most cache rows that it writes behind the text in one forward (its largest tree)
-    start(target, max_len)                 forget the last sequence; at most max_len tokens follow
+    cache_rows                             most cache rows that it writes behind the text in one forward (its largest tree)
+    start(target, max_len)                 forget the last text; at most max_len tokens follow
     observe(tokens, hidden, cache)         the last forward made these tokens text: list (T,), their hidden states (T, C),
                                            and the target's cache, whose last T rows they are
-    draft(root, sampler) -> Tree           guess what follows root, the last emitted token, which is not yet in the cache
-    ride(target, idx, pos, mask, cache, tree) -> hidden      optional: run the target's forward itself (Hidden Transfer)
-    budget, nodes                          optional: a Budget, which sets nodes, how large the next tree may be, before each draft
+    draft(root, sampler, limit) -> Tree    guess what follows root, the last emitted token, which is not yet in the cache;
+                                           limit: most nodes, None = as many as it was made for
+    target_forward(target, idx, pos, mask, cache, tree) -> hidden     optional: run the target itself (Hidden Transfer)
+    budget                                 optional: a plumbing.budget.Budget, which says the limit of every draft
 """
 import heapq
 import math
@@ -58,20 +59,20 @@ class Sampler:
                 raise ValueError(message)
         temperature = 0.0 if temperature < 1e-30 else temperature      # single precision cannot divide by less
         self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
-        self.rows = {}                                                 # position -> its noise, until the text has passed it
+        self.drawn = {}                                                # position -> its noise, until the text has passed it
 
     def noise(self, t, V, like):
         """(V,) Gumbel noise for the token at position t: a function of (seed, t) alone. Drawn on the CPU in float64."""
-        if (t, V) not in self.rows:
+        if (t, V) not in self.drawn:
             rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, t], dtype=np.uint64)))
             g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))   # -log Exp(1) is Gumbel
-            self.rows[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
-        return self.rows[t, V]
+            self.drawn[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
+        return self.drawn[t, V]
 
     def forget(self, t):
         """The text has passed position t: its noise is not asked for again."""
-        for key in [key for key in self.rows if key[0] <= t]:
-            del self.rows[key]
+        for key in [key for key in self.drawn if key[0] <= t]:
+            del self.drawn[key]
 
     def filter(self, z):
         """Logits (N, V): what top-k and top-p exclude becomes -inf. At least one token stays; ties at the k-th stay too."""
@@ -190,18 +191,18 @@ def cartesian(*s):
     return Shape(parent, rank)
 
 
-def grow(p, nodes, floor=0.0):
+def grow(p, limit, floor=0.0):
     """
-    The tree of at most nodes nodes (root included) that is expected to be accepted furthest, if the guesses of different
+    The tree of at most limit nodes (root included) that is expected to be accepted furthest, if the guesses of different
     positions are right independently: p[d][r] = P(guess r of draft position d + 1 is right), falling with r, and a node is
-    worth the product of p along its path. The best node next to the tree enters until the budget is used or all are below floor.
+    worth the product of p along its path. The best node next to the tree enters until the limit is reached or all are below floor.
 
     With p averaged over a calibration text this is Medusa's sparse tree (2.3.3); with this step's probabilities it is the
     best-first tree.
     """
     shape = Shape([-1], [0], [1.0])
     heap = [(-p[0][0], 0, 0, 0)] if p else []                          # (-value, parent, draft position, rank)
-    while heap and len(shape.parent) < nodes:
+    while heap and len(shape.parent) < limit:
         value, up, d, r = heapq.heappop(heap)
         if -value <= floor:
             break
@@ -215,18 +216,18 @@ def grow(p, nodes, floor=0.0):
     return shape
 
 
-def plant(root, scores, shape=None, nodes=16, floor=0.0):
+def plant(root, scores, shape=None, limit=16, floor=0.0):
     """
     A tree for draft positions that are guessed independently. scores (K, V), one row a position, from Sampler.rank.
-    shape fixes the topology; without one the best-first tree of this step's own probabilities is grown.
+    shape fixes the topology; without one the best-first tree of this step's own probabilities is grown, of at most limit nodes.
     """
     K, V = scores.shape
     shape = shape and shape.limit(K, V)
-    width = min(V, nodes if shape is None else max(shape.rank) + 1)
+    width = min(V, limit if shape is None else max(shape.rank) + 1)
     top = scores.softmax(-1).topk(width)
     guesses, chance = top.indices.tolist(), top.values.tolist()
     if shape is None:
-        shape = grow(chance, nodes, floor)
+        shape = grow(chance, limit, floor)
     tree = Tree([root] * len(shape.parent), shape.parent, [1.0] * len(shape.parent))
     for i in range(1, len(tree)):
         d, r = tree.depth[i] - 1, shape.rank[i]
@@ -234,58 +235,90 @@ def plant(root, scores, shape=None, nodes=16, floor=0.0):
     return tree
 
 
-def plant_levels(root, logits, step, sampler, S, depth, breadth, nodes=16, floor=0.0, shape=None, least=0.0):
+def best_guesses(logits, sampler, position, breadth):
+    """Logits (n, V) after n nodes, for the token at position -> for each node its best: lists of (token, draft probability)."""
+    scores = sampler.rank(logits, [position])                          # one row of noise: one position a level
+    top = scores.topk(breadth)
+    logq = top.values - scores.logsumexp(-1, keepdim=True)
+    rows = torch.cat((top.indices, logq), -1).tolist()                 # the one wait for the device in a level
+    return [[(int(token), math.exp(min(0.0, x))) for token, x in zip(row, row[breadth:])] for row in rows]
+
+
+class Levels:
     """
-    A tree for drafters that guess one token after the other. EAGLE-2's (arXiv:2406.16858): run the breadth best nodes of a
-    level, let each propose its breadth best children, keep the best of all (path probability V > floor); or a shape says
-    which ranks to take. A level is not run where the text reaches it with a probability below least, the sum of its nodes' V.
+    The nodes that a drafter has run since the root, level by level, a row each. next_level says how the following ones are
+    run: level d, what the drafter is asked for, their tokens, up (which row of the last level each continues), and a mask.
+
+           root          rows   a b | c d         up of c and d: 1, 1
+           /  \\                 c: . 1 | 1 .
+          a    b                d: . 1 | . 1      (level 2 looks at level 1 and at itself)
+              / \\
+             c   d
+    """
+
+    def __init__(self, step, dtype, device):
+        self.step, self.dtype, self.device = step, dtype, device
+        self.row, self.last = {}, {0: 0}                               # node -> its row, of all; of the last level
+
+    def next_level(self, d, level, tokens, parent):
+        """Runs the nodes of level, step(d, tokens, up, mask) -> logits (n, V) for what follows each."""
+        up = [self.last[parent[i]] for i in level]
+        self.last = {i: n for n, i in enumerate(level)}
+        self.row |= {i: len(self.row) + n for n, i in enumerate(level)}
+        mask = np.full((len(level), len(self.row)), -math.inf)
+        for n, i in enumerate(level):
+            while i in self.row:                                       # the node itself and its ancestors below the root
+                mask[n, self.row[i]] = 0.0
+                i = parent[i]
+        return self.step(d, [tokens[i] for i in level], up, torch.tensor(mask, dtype=self.dtype, device=self.device))
+
+
+def plant_best_levels(root, logits, step, sampler, S, depth, breadth, limit=16, floor=0.0, reach=0.0):
+    """
+    EAGLE-2's tree (arXiv:2406.16858), for drafters that guess one token after the other: run the breadth best nodes of a
+    level, let each propose its breadth best children, keep the limit best of all by path probability V > floor. A level is
+    not run where the text reaches it with a probability below reach, the sum of its nodes' V.
 
     root at position S, logits (1, V) for what follows it. step(d, tokens, up, mask) -> (n, V): runs the n nodes of level d,
     all at position S + d. up: which row of the last logits guessed each; mask (n, rows) additive: which of the rows since
     the root, these last, each looks at.
     """
-    tokens, parent, value = [root], [-1], [1.0]
-    if shape:
-        tokens, parent, value = [root] * len(shape.parent), shape.parent, [1.0] * len(shape.parent)
-        children = [[] for _ in parent]
-        for i in range(1, len(parent)):
-            children[parent[i]].append(i)
-    level, seen, rows = [0], {0: []}, 0                                # seen: rows since the root, by node
+    tokens, parent, value, level = [root], [-1], [1.0], [0]
+    levels = Levels(step, logits.dtype, logits.device)
     for d in range(1, depth + 1):
-        scores = sampler.rank(logits, [S + d])                         # one row of noise: one position a level
-        top = scores.topk(breadth)
-        logq = top.values - scores.logsumexp(-1, keepdim=True)
-        found = torch.cat((logq, top.indices), -1).tolist()            # the one wait for the device in a level
-        row = {i: n for n, i in enumerate(level)}
-        if shape:
-            for up, guess in zip(level, found):
-                for i in children[up]:
-                    r = shape.rank[i]
-                    tokens[i], value[i] = int(guess[breadth + r]), value[up] * math.exp(guess[r])
-            level = [i for up in level for i in children[up] if children[i]]
-        else:
-            first = len(tokens)
-            for up, guess in zip(level, found):
-                for logq, token in zip(guess[:breadth], guess[breadth:]):
-                    q = value[up] * min(1.0, math.exp(logq))           # <= its parent's, so the best are connected
-                    if q > floor:
-                        tokens.append(int(token))
-                        parent.append(up)
-                        value.append(q)
-            best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:nodes - 1]
-            level = [i for i in best if i >= first][:breadth]          # others' children cannot be among the best
-        if d == depth or not level or not shape and sum(value[i] for i in level) < least:
+        first = len(tokens)
+        for up, guesses in zip(level, best_guesses(logits, sampler, S + d, breadth)):
+            for token, q in guesses:
+                if value[up] * q > floor:                              # <= its parent's, so the best are connected
+                    tokens.append(token)
+                    parent.append(up)
+                    value.append(value[up] * q)
+        best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:limit - 1]
+        level = [i for i in best if i >= first][:breadth]              # others' children cannot be among the best
+        if d == depth or not level or sum(value[i] for i in level) < reach:
             break
-        seen |= {i: seen[parent[i]] + [n] for n, i in enumerate(level, rows)}
-        rows += len(level)
-        mask = [[0.0 if n in seen[i] else -math.inf for n in range(rows)] for i in level]
-        mask = torch.tensor(mask, dtype=logits.dtype, device=logits.device)
-        logits = step(d, [tokens[i] for i in level], [row[parent[i]] for i in level], mask)
-    if shape:
-        return Tree(tokens, parent, value).cut(depth)
+        logits = levels.next_level(d, level, tokens, parent)
     keep = [0] + sorted(best)                                          # in order of birth: parents first
     place = {-1: -1} | {i: n for n, i in enumerate(keep)}
     return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+
+
+def plant_shape_levels(root, logits, step, sampler, S, depth, shape):
+    """A tree of this shape, cut to depth, for drafters that guess one token after the other. The rest as plant_best_levels."""
+    parent, N = shape.parent, len(shape.parent)
+    tokens, value, level = [root] * N, [1.0] * N, [0]
+    children = [[i for i in range(1, N) if parent[i] == up] for up in range(N)]
+    levels = Levels(step, logits.dtype, logits.device)
+    for d in range(1, depth + 1):
+        for up, guesses in zip(level, best_guesses(logits, sampler, S + d, max(shape.rank) + 1)):
+            for i in children[up]:
+                tokens[i], q = guesses[shape.rank[i]]
+                value[i] = value[up] * q
+        level = [i for up in level for i in children[up] if children[i]]
+        if d == depth or not level:
+            break
+        logits = levels.next_level(d, level, tokens, parent)
+    return Tree(tokens, parent, value).cut(depth)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,95 +368,131 @@ class Stats:
         return sum(self.accepted[1:]) / max(1e-9, sum(s.values()) - s["prompt"])
 
 
-@torch.inference_mode()
-def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(), verify=None):
+class Text:
     """
-    Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
-    token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
-    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. verify(tree, choice, logits) -> path,
-    tokens is walk unless another rule is handed in: medusa.py has a LOSSY one.
-
-    Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
+    A text in the making: what generate needs beside its idea. The room that is left, the cache, clocks, a limit for every
+    draft, and what to do where a draft overflows.
     """
-    sampler, stats, block = sampler or Sampler(), Stats(), target.cfg.block_size
-    if len(prompt) == 0 or not isinstance(prompt[0], int):
-        raise ValueError("the prompt must be one non-empty list of token ids (one sequence at a time)")
-    if len(prompt) >= block:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {block}: shorten it")
-    device = target.wte.weight.device
-    left = min(max_new_tokens, block - len(prompt))                    # tokens still to emit
-    stats.stop = "budget" if max_new_tokens <= block - len(prompt) else "context"
-    if left < 1:
-        return stats
-    max_len = len(prompt) + left
-    cache = target.new_cache(max_len + (drafter.rows if drafter else 1))
-    budget = getattr(drafter, "budget", None)                          # None: as many nodes as the drafter was made for
-    if drafter:
-        drafter.start(target, max_len)
-    if budget:
-        budget.start(target)
 
-    def forward(idx, pos=None, mask=None, tree=None):
-        idx = torch.tensor([idx], device=device)
-        pos = target.positions(idx.size(1), cache) if pos is None else pos
-        if hasattr(drafter, "ride"):
-            return drafter.ride(target, idx, pos, mask, cache, tree)
-        return target.hidden(idx, pos, mask, cache)
-
-    clock = time.perf_counter()
-    def lap(what):
-        nonlocal clock
-        now = time.perf_counter()
-        stats.seconds[what] += now - clock
-        clock = now
-
-    hidden = forward(prompt)
-    out = sampler.choose(target.lm_head(hidden[:, -1]), [len(prompt)])
-    tokens, path = prompt, range(len(prompt))
-    lap("prompt")
-    while True:
-        cache.keep(path)                                               # these rows are text now
-        end = next((i + 1 for i, token in enumerate(out) if token in eos), 0)
-        stats.accepted.append(len(out))
-        left -= len(out)
-        stats.stop = "eos" if end else stats.stop
-        lap("rest")
-        yield out
-        began = clock = time.perf_counter()                            # what the caller did meanwhile is not ours
-        if end or not left:
-            return stats
-        root, S = out[-1], cache.length
+    def __init__(self, target, prompt, max_new_tokens, drafter, sampler, eos):
+        block = target.cfg.block_size
+        if len(prompt) == 0 or not isinstance(prompt[0], int):
+            raise ValueError("the prompt must be one non-empty list of token ids (one sequence at a time)")
+        if len(prompt) >= block:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {block}: shorten it")
+        self.target, self.drafter, self.sampler, self.eos = target, drafter, sampler, eos
+        self.device, self.stats = target.wte.weight.device, Stats()
+        self.stats.stop = "budget" if max_new_tokens <= block - len(prompt) else "context"
+        self.left = max(0, min(max_new_tokens, block - len(prompt)))   # tokens still to emit
+        if self.done:
+            return
+        max_len = len(prompt) + self.left
+        self.cache = target.new_cache(max_len + (drafter.cache_rows if drafter else 1))
+        self.budget = getattr(drafter, "budget", None)
+        self.clock = time.perf_counter()
         if drafter:
-            drafter.observe(tokens, hidden[0, path], cache)
-            if budget:
-                drafter.nodes = budget.nodes()
-            tree = drafter.draft(root, sampler).cut(left - 1)          # a node deeper than that could never be emitted
-        else:
-            tree = Tree([root], [-1])
-        lap("draft")
+            drafter.start(target, max_len)
+        if self.budget:
+            self.budget.start(target)
+
+    def lap(self, what):
+        """The time since the last lap was spent on this. On a GPU what was asked for is not done yet: choosing waits for it."""
+        now = time.perf_counter()
+        self.stats.seconds[what] += now - self.clock
+        self.clock = now
+
+    def forward(self, tokens, pos, mask=None, tree=None):
+        """The target on new tokens behind the text -> their last hidden states (T, C)."""
+        idx = torch.tensor([tokens], device=self.device)
+        if hasattr(self.drafter, "target_forward"):
+            return self.drafter.target_forward(self.target, idx, pos, mask, self.cache, tree)[0]
+        return self.target.hidden(idx, pos, mask, self.cache)[0]
+
+    def read(self, prompt):
+        """The prompt, all of it text -> the target's first token."""
+        self.clock = time.perf_counter()
+        self.hidden = self.forward(prompt, self.target.positions(len(prompt)))
+        out = self.sampler.choose(self.target.logits(self.hidden[-1:]), [len(prompt)])
+        self.lap("prompt")
+        return self.keep(prompt, range(len(prompt)), out)
+
+    def draft(self, root):
+        """The drafter sees what became text, and guesses a tree behind root."""
+        self.began = self.clock = time.perf_counter()                  # what the caller did meanwhile is not ours
+        tree = Tree([root], [-1])                                      # plain decoding: a tree of one node
+        if self.drafter:
+            self.drafter.observe(self.tokens, self.hidden, self.cache)
+            limit = self.budget.limit() if self.budget else None
+            tree = self.drafter.draft(root, self.sampler, limit)
+        self.lap("draft")
+        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))        # deeper nodes were for nothing
+
+    def verify(self, tree):
+        """One forward of the target over the tree -> the tree, its own choice after every node, its logits (N, V)."""
         while True:
-            pos = torch.tensor(tree.depth, device=device) + S
-            hidden = forward(tree.tokens, pos, tree_mask(tree.parent, S).to(device), tree)
-            logits = target.lm_head(hidden[0])                         # (N, V)
-            if device.type == "cpu":                                   # elsewhere it is not done yet: choose waits for it
-                lap("verify")
+            positions = [self.cache.length + d for d in tree.depth]
+            mask = tree_mask(tree.parent, self.cache.length).to(self.device)
+            self.hidden = self.forward(tree.tokens, torch.tensor(positions, device=self.device), mask, tree)
+            logits = self.target.logits(self.hidden)
+            if self.device.type == "cpu":
+                self.lap("verify")
             try:
-                choice = sampler.choose(logits, [S + d + 1 for d in tree.depth])
+                choice = self.sampler.choose(logits, [t + 1 for t in positions])
                 break
-            except FloatingPointError:                                 # a draft that overflows spoils its neighbours: without
+            except FloatingPointError:                                 # no mask hides a NaN: once more without the drafts
                 if len(tree) == 1:
                     raise
                 tree = tree.cut(0)
-        lap("choice" if device.type == "cpu" else "verify")
-        stats.nodes += len(tree)
-        path, out = verify(tree, choice, logits) if verify else walk(tree.tokens, tree.parent, choice)
-        end = next((i + 1 for i, token in enumerate(out) if token in eos), len(out))
-        out = out[:end]                                                # cut before anything is counted or kept
-        path = path[:len(out)]
-        tokens = [tree.tokens[i] for i in path]
-        sampler.forget(S + len(path))
-        if budget:
-            budget.learn(tree, path, time.perf_counter() - began)
+        self.lap("choice" if self.device.type == "cpu" else "verify")
+        self.stats.nodes += len(tree)
+        return tree, choice, logits
+
+    def keep(self, tokens, path, out, tree=None):
+        """
+        The rows of path become text, the others are gone -> the tokens to emit, out up to the first that ends the text. tokens:
+        of all rows of the last forward.
+        """
+        end = next((i + 1 for i, token in enumerate(out) if token in self.eos), 0)
+        out = out[:end or None]                                        # cut before anything is counted or kept
+        path = path[:len(out)] if tree else path
+        self.tokens, self.hidden = [tokens[i] for i in path], self.hidden[path]
+        self.cache.keep(path)
+        self.sampler.forget(self.cache.length)
+        self.left -= len(out)
+        self.stats.accepted.append(len(out))
+        self.stats.stop = "eos" if end else self.stats.stop
+        if self.budget and tree:
+            self.budget.learn(tree, path, time.perf_counter() - self.began)
+        self.lap("rest")
+        return out
+
+    @property
+    def done(self):
+        return not self.left or self.stats.stop == "eos"
+
+
+@torch.inference_mode()
+def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(), accept=None):
+    """
+    Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
+    token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
+    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. accept(tree, choice, logits) ->
+    path, tokens is walk unless another rule is handed in: medusa.py has a LOSSY one.
+
+    Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
+    """
+    text = Text(target, prompt, max_new_tokens, drafter, sampler or Sampler(), eos)
+    if text.done:
+        return text.stats
+    out = text.read(prompt)
+    while True:
+        yield out
+        if text.done:
+            return text.stats
+        tree = text.draft(root=out[-1])                                # guess: root, the last token, and what may follow
+        tree, choice, logits = text.verify(tree)                       # one target forward: its own token after every node
+        path, out = accept(tree, choice, logits) if accept else walk(tree.tokens, tree.parent, choice)
+        out = text.keep(tree.tokens, path, out, tree)                  # the accepted path is text, rejected nodes are gone
 
 
 def complete(*args, **kwargs):

@@ -43,8 +43,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from model import GPT, Block, GPTConfig, KVCache, arg
-from tree import Sampler, Tree, complete, plant_levels
+from model import GPT, Block, GPTConfig, KVCache, Rotary, additive, arg, frequencies
+from tree import Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,31 +69,28 @@ class Config:
 
 class Net(nn.Module):
     """fc and one layer: what is trained. Embeddings and lm_head are the target's, borrowed call by call."""
-    hot = ("forward",)                                                 # what --compile compiles
+    compiled = ("forward",)                                               # what --compile compiles
 
     def __init__(self, cfg, target):
         super().__init__()
         c = target.cfg
         self.cfg, self.K = cfg, cfg.depth
-        self.layer_cfg = replace(c, style="llama", n_layer=1, n_ffn=cfg.mlp or c.n_ffn, qkv_bias=False)
+        self.layer_cfg = replace(c, style="llama", n_layer=1, n_ffn=cfg.mlp or c.n_ffn, qkv_bias=False,
+                                 head_dim=c.head_dim + c.head_dim % 2)     # to be rotated: even
         self.fc = nn.Linear(2 * c.n_embd, c.n_embd, bias=False)
         self.layer = Block(self.layer_cfg)
         self.layer.norm1 = nn.Identity()                               # fc's output goes in as it is
         for name, p in self.layer.named_parameters():
             if name.endswith(("out.weight", "down.weight")):           # residual branches start at 0
                 nn.init.zeros_(p)
-        freq = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).double() / c.head_dim)
-        angle = torch.outer(torch.arange(c.block_size).double(), freq)
-        cos, sin = angle.cos(), angle.sin()                            # (block_size, D / 2)
-        rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
-        self.register_buffer("rope", rope.float(), persistent=False)   # (2, block_size, D), for model.rotate
+        self.rotary = Rotary(frequencies(self.layer_cfg), c.block_size)
 
-    def forward(self, e, f, at, mask, cache=None):
+    def forward(self, e, f, at, mask=None, causal=False, cache=None):
         """
         Embeddings e of tokens and the features f before them (B, T, C), at positions at (a slice) ->
         (B, T, C).
         """
-        return self.layer(self.fc(torch.cat((e, f), -1)), self.rope[:, at], mask, cache)
+        return self.layer(self.fc(torch.cat((e, f), -1)), self.rotary(at), mask, causal, cache)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def guesses(net, target, x):
     h = target.hidden(x)                                               # (B, T, C)
     own, e = target.lm_head(h), target.wte(x)
     cache = KVCache(net.layer_cfg, (net.K + 1) * T, B, x.device, target.wte.weight.dtype)
-    f = net(e[:, 1:], h[:, :-1], slice(0, T - 1), target.attention_mask(T - 1, None, None, h.dtype), cache)
+    f = net(e[:, 1:], h[:, :-1], slice(0, T - 1), causal=True, cache=cache)
     cache.keep(range(T - 1))                                           # row t: x[t+1] and the true f_t
     alone = torch.eye(T - 1, dtype=torch.bool, device=x.device)
     look = alone.new_ones(T - 1, T - 1).tril()                         # true rows up to t, and own drafts
@@ -118,8 +115,8 @@ def guesses(net, target, x):
         n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1
         if k > 1:                                                      # x[t+k] and the last guess, at t+k-1
             look = torch.cat((look[:n], alone[:n, :n]), -1)
-            mask = target.attention_mask(n, look, None, h.dtype)
-            f = net(e[:, k:k + n], f[:, :n], slice(k - 1, k - 1 + n), mask, cache)
+            mask = additive(look, h.dtype)
+            f = net(e[:, k:k + n], f[:, :n], slice(k - 1, k - 1 + n), mask, cache=cache)
             cache.keep(range(n))                                       # the deeper drafts will look at these
         yield target.lm_head(f[:, :n]).flatten(0, 1), x[:, k + 1:].flatten(), own[:, k:-1].flatten(0, 1)
 
@@ -133,11 +130,11 @@ def loss(net, target, x):
         f = h[:, :-1]
         if net.training:
             f = f + (2 * torch.rand_like(f) - 1) * cfg.noise * 512 / T * f.square().mean().sqrt()
-    guess = net(e, f, slice(0, T - 1), True)                           # (B, T-1, C)
+    guess = net(e, f, slice(0, T - 1), causal=True)                         # (B, T-1, C)
     logits = target.lm_head(guess)
-    near = F.smooth_l1_loss(guess, h[:, 1:])
+    distance = F.smooth_l1_loss(guess, h[:, 1:])
     ce = F.cross_entropy(logits.flatten(0, 1), p.flatten(0, 1))
-    return cfg.feature * near + cfg.ce * ce, (logits[:, :-1].argmax(-1) == x[:, 2:]).float().mean()[None]
+    return cfg.feature * distance + cfg.ce * ce, (logits[:, :-1].argmax(-1) == x[:, 2:]).float().mean()[None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,45 +146,49 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 class Drafter:
     """
     Has a cache for its layer: rows of verified tokens, from true features; drafts are written behind them and
-    cut off again. The tree grows level by level, see tree.plant_levels.
+    cut off again. The tree grows level by level, see tree.plant_best_levels.
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0, depth=None, breadth=None):
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.nodes, self.depth = nodes, depth or net.K
+        self.capacity, self.depth = capacity, depth or net.K
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
-        self.rows, self.drafts = nodes, self.breadth * self.depth      # drafts: room behind the root's row
+        self.drafts = self.breadth * self.depth                        # room for the rows behind the root's
         if shape:
             parent = self.shape.parent
-            self.rows = self.drafts = len(parent)
-            self.depth, self.breadth = max(Tree(parent, parent).depth), max(self.shape.rank) + 1
+            self.capacity = self.drafts = len(parent)
+            self.depth = max(Tree(parent, parent).depth)
+        self.cache_rows = self.capacity
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         w = target.wte.weight
         self.cache = KVCache(self.net.layer_cfg, max_len + self.drafts, 1, w.device, w.dtype)
         self.text, self.f, self.max_len = [], w.new_empty(0, w.size(1)), max_len
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,) became text; hidden (T, C) are the target's states for them."""
         self.text += tokens
         self.f = torch.cat((self.f, hidden))                           # draft takes what it needs
 
-    def forward(self, tokens, f, at, mask):
+    def forward(self, tokens, f, at, mask, causal=False):
         """Tokens and the features before them (T, C) at positions at -> features (T, C); the cache grows."""
         e = self.target.wte(torch.tensor([tokens], device=f.device))
-        f = self.net(e, f[None], at, mask, self.cache)[0]
+        f = self.net(e, f[None], at, mask, causal, self.cache)[0]
         self.cache.length += len(tokens)
         return f
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
+        """-> a Tree of at most limit nodes of what may follow root, which stands at position S behind the text."""
         S = len(self.text)                                             # the root's position; its row is S - 1
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
-        if depth < 1 or self.rows < 2:
+        if depth < 1 or self.capacity < 2:
             return Tree([root], [-1], [1.0])
         self.cache.crop(min(self.cache.length, S - 1))                 # if asked twice, the other root goes
         n = self.cache.length                                          # rows n .. S-1 are new
-        mask = self.target.attention_mask(S - n, None, self.cache, self.cache.k[0].dtype)
-        f = self.forward(self.text[n + 1:] + [root], self.f[n - S:], slice(n, S), mask)[-1:]
+        how = self.target.attention_mask(S - n, None, self.cache, self.cache.k[0].dtype)
+        f = self.forward(self.text[n + 1:] + [root], self.f[n - S:], slice(n, S), *how)[-1:]
         self.f = self.f[-1:]
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
@@ -195,8 +196,11 @@ class Drafter:
             f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
-        tree = plant_levels(root, logits, step, sampler, S, depth, self.breadth, self.nodes,
-                            self.floor, self.shape)
+        if self.shape:
+            tree = plant_shape_levels(root, logits, step, sampler, S, depth, self.shape)
+        else:
+            tree = plant_best_levels(root, logits, step, sampler, S, depth, self.breadth, limit or self.capacity,
+                                     self.floor)
         self.cache.crop(S)                                             # text and root stay, drafts go
         return tree
 
@@ -210,7 +214,8 @@ def train(cfg, target, run):
     sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
     net = Net(cfg, target).to(target.wte.weight.device)
-    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                            fused=target.wte.weight.is_cuda)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)
         opt.zero_grad(set_to_none=True)

@@ -65,7 +65,7 @@ def numbers(text, name):
 
 def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
     """The first table -> its rows."""
-    ways = {"plain API": None, "MoA trees": moa.Drafter(net, target, nodes=most_nodes("cpu"), depth=net.K)}
+    ways = {"plain API": None, "MoA trees": moa.Drafter(net, target, capacity=most_nodes("cpu"), depth=net.K)}
     ways |= {f"MoA chain {k}": moa.Drafter(net, target, shape=chain(k)) for k in lengths}
     command = [sys.executable, moa.__file__, "serve", "--port", "0", "--out", opt.out, "--device", "cpu"]
     server, rows = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []

@@ -54,25 +54,28 @@ class Net(nn.Module):
 class Drafter:
     """Knows where every run of 1 to ngram tokens of the text ended first."""
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
         if shape and shape.parent != chain(len(shape.parent) - 1).parent:
             raise ValueError("prompt_lookup drafts chains: --tree must be best or chain")
         self.net = net
-        self.depth = min(net.K, (len(shape.parent) if shape else nodes) - 1)
-        self.rows = self.depth + 1
+        self.depth = min(net.K, (len(shape.parent) if shape else capacity) - 1)
+        self.capacity = self.cache_rows = self.depth + 1
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         self.text, self.ends, self.max_len = [], {}, max_len
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,) became text: where did every run of them end?"""
         for token in tokens:
             self.text.append(token)
             for n in range(1, min(self.net.cfg.ngram, len(self.text)) + 1):
                 self.ends.setdefault(tuple(self.text[-n:]), len(self.text))
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
+        """-> a chain of what followed the longest run of tokens that the text ends in, root included."""
         text = self.text + [root]                                      # the root is at len(text) - 1
-        depth = min(self.depth, self.max_len - len(text) - 1)          # a deeper node could never be emitted
+        depth = min(self.depth, (limit or self.capacity) - 1, self.max_len - len(text) - 1)      # deeper: never emitted
         for n in range(min(self.net.cfg.ngram, len(text)), 0, -1):
             end = self.ends.get(tuple(text[-n:]))
             if end is not None and depth > 0:

@@ -78,13 +78,13 @@ class Net(nn.Module):
 def draft_pass(target, skip, idx, pos, mask, cache):
     """The target's forward without the sub-layers in skip (two lists). (B, T) tokens -> logits (B, T, V)"""
     x, rope = target.embed(idx, pos), target.rope(pos)
-    mask = target.attention_mask(idx.size(1), mask, cache, x.dtype)
+    mask, causal = target.attention_mask(idx.size(1), mask, cache, x.dtype)
     for i, block in enumerate(target.blocks):
         if not skip[0][i]:
-            x = x + block.attn(block.norm1(x), rope, mask, cache, i)
+            x = x + block.attn(block.norm1(x), rope, mask, causal, cache, i)
         if not skip[1][i]:
             x = x + block.mlp(block.norm2(x))
-    return target.head(x)
+    return target.lm_head(target.norm(x))
 
 
 def cost(target, skip):
@@ -166,17 +166,20 @@ class Drafter:
     fixed.
     """
 
-    def __init__(self, net, target, shape=None, nodes=16, floor=0.0):
+    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
         self.net, self.target, self.floor, self.fixed = net, target, floor, shape is not None
         if shape and shape.parent != chain(len(shape.parent) - 1).parent:
             raise ValueError("self_speculative drafts chains: --tree must be best or chain")
-        self.depth = min(net.K, (len(shape.parent) if shape else nodes) - 1)
-        self.rows, self.skip = self.depth + 1, net.skip.tolist()
+        self.depth = min(net.K, (len(shape.parent) if shape else capacity) - 1)
+        self.capacity = self.cache_rows = self.depth + 1
+        self.skip = net.skip.tolist()
 
     def start(self, target, max_len):
+        """Forget the last text; at most max_len tokens follow."""
         self.max_len, self.drafted, self.rate, self.gamma = max_len, 0, 0.0, self.net.gamma.item()
 
     def observe(self, tokens, hidden, cache):
+        """tokens (T,), the root and the accepted drafts, became text: gamma follows their number."""
         cfg, self.cache = self.net.cfg, cache
         if self.drafted:                                               # tokens: root and accepted drafts
             self.rate = cfg.beta1 * self.rate + (1 - cfg.beta1) * (len(tokens) - 1) / self.drafted
@@ -184,10 +187,12 @@ class Drafter:
             self.gamma += (1 - cfg.beta2) * step
         self.drafted = 0
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
+        """-> a chain behind root, which stands at position S, in the target's own cache."""
         S, tokens, value = self.cache.length, [root], [1.0]            # the root stands at position S
         device = self.target.wte.weight.device
-        for at in range(S, S + min(self.depth, self.max_len - S - 2)): # a deeper node could never be emitted
+        depth = min(self.depth, (limit or self.capacity) - 1, self.max_len - S - 2)     # a deeper node could never be emitted
+        for at in range(S, S + depth):
             idx, pos = torch.tensor([tokens[-1:]], device=device), torch.tensor([at], device=device)
             logits = draft_pass(self.target, self.skip, idx, pos, None, self.cache)[0]               # (1, V)
             self.cache.length += 1

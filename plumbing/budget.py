@@ -52,9 +52,20 @@ def calibrate(method, net, target, batches, ranks=32):
     return {"hits": hits.tolist(), "samples": samples.tolist()}
 
 
-def accuracy(calibration):
-    """calibration -> K x ranks, the share of anchors at which guess r of position k is right."""
-    return [[h / max(1, n) for h in row] for row, n in zip(calibration["hits"], calibration["samples"])]
+def accuracy(calibration, K=None):
+    """
+    calibration -> K x ranks, the share of anchors at which guess r of position k is right. Raises ValueError
+    or TypeError for counts that calibrate cannot have made of K positions.
+    """
+    hits, samples = calibration["hits"], calibration["samples"]
+    if not len(hits) == len(samples) == (K or len(hits)):
+        raise ValueError(f"calibration of {len(hits)} positions and {len(samples)} counts, not of {K}")
+    for row, n in zip(hits, samples):
+        if len(row) != len(hits[0]) or not row:
+            raise ValueError("calibration has rows of different lengths")
+        if any(type(count) is not int or count < 0 for count in (*row, n)) or sum(row) > n:
+            raise ValueError("calibration has counts that are none, or more hits than samples")
+    return [[h / max(1, n) for h in row] for row, n in zip(hits, samples)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,7 +80,7 @@ def forward_seconds(target, most, rounds=7):
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
     sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
-    cache = target.new_cache(S + most + 1)                             # never full, which --compile would make a graph of its own for
+    cache = target.new_cache(S + most + 1)                             # never full: --compile would make a graph for that
     target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
     cache.keep(range(S))
     for _ in range(1 + rounds):
@@ -79,7 +90,7 @@ def forward_seconds(target, most, rounds=7):
             pos = torch.tensor([S - 1] * n, device=device)
             mask = tree_mask([-1] + [0] * (n - 1), S).to(device)
             hidden = target.hidden(torch.zeros(1, n, dtype=torch.long, device=device), pos, mask, cache)
-            target.lm_head(hidden[0]).float().max(-1)[1].tolist()      # waits for the device
+            target.logits(hidden[0]).float().max(-1)[1].tolist()       # waits for the device
             seconds.append(time.perf_counter() - start)
         lines.append(np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds)))             # in relative error
     slope, fixed = np.median(lines[1:], 0)                             # the first round is the warm-up
@@ -95,37 +106,44 @@ class Budget:
     with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
     sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
 
-    prior    a_1, a_2, ... on held-out text, falling
-    most     nodes; one of a few sizes up to that is taken (MKL is slower at some between them)
+    prior     a_1, a_2, ... on held-out text, falling
+    capacity  most nodes; one of a few numbers up to that is taken (MKL is slower at some between them)
+    usual     the number for who has no use for a budget
     """
+    every = 16                                                         # steps between two looks at what was learned
 
-    def __init__(self, prior, most, weight=16):
-        self.prior, self.weight, self.c = np.zeros(most - 1), weight, None
-        self.prior[:len(prior)] = prior[:most - 1]
-        self.sizes = np.array([n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < most] + [most])
+    def __init__(self, prior, capacity, usual=None, weight=16):
+        self.prior, self.weight, self.usual, self.c = np.zeros(capacity - 1), weight, usual or capacity, None
+        self.prior[:len(prior)] = prior[:capacity - 1]
+        self.sizes = np.array([n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < capacity] + [capacity])
 
     def start(self, target):
         """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""
         if self.c is None:
-            if not hasattr(target, "seconds"):
+            if target.seconds is None:
                 target.seconds = forward_seconds(target, len(self.prior) + 1)
             fixed, slope = target.seconds
             self.c = fixed + slope * np.arange(1, len(self.prior) + 2)
             self.d = 0.3 * self.c[0]                                   # a guess, until some steps were timed
         self.hits, self.seen, self.times, self.n = [0] * len(self.prior), [0] * len(self.prior), [], 0
 
-    def nodes(self):
-        """n, 2 or more; looked at anew every 16 steps."""
-        if self.n == 0 or len(self.times) == 16:
-            self.d, self.times = sorted(self.times)[8] if self.times else self.d, []
-            hits, seen = np.array(self.hits), np.array(self.seen)
-            more = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)     # than calibration said
-            k = int((seen > 0).sum())
-            more[k:] = more[max(0, k - 2):k].mean() if k else 1.0      # nodes that no tree had yet: as the last that one had
-            a = more * self.prior
+    def limit(self):
+        """How many nodes the next tree may have, 2 or more."""
+        if self.n == 0 or len(self.times) == self.every:
+            if self.times:
+                self.d, self.times = sorted(self.times)[self.every // 2], []
+            a = self.believed()
             rate = (1 + a.cumsum()[self.sizes - 2]) / (self.c[self.sizes - 1] + self.d)
             self.n = int(self.sizes[rate.argmax()])
         return self.n
+
+    def believed(self):
+        """a_1, a_2, ...: calibration, and what this text has shown so far."""
+        hits, seen = np.array(self.hits), np.array(self.seen)
+        ratio = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)    # to calibration's
+        tried = int((seen > 0).sum())
+        ratio[tried:] = ratio[max(0, tried - 2):tried].mean() if tried else 1.0          # no tree had these: as the last two
+        return ratio * self.prior
 
     def learn(self, tree, path, seconds):
         """Which nodes of a verified tree were accepted, and how long its step took."""

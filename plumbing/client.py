@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import safetensors
 import torch
 
-from model import arg
+from model import PAGE, arg
 from tree import Sampler, Stats, Tree
 from plumbing.wire import WIRE_DTYPES, Refused, Unreachable, unpack
 
@@ -68,6 +68,8 @@ class Text:
         self.is_open = False                                           # has the server tokens[:n_known]?
         self.n_alone = 0                                               # tokens since the server was lost
         self.server_back = None                                        # then: an Event, set when it is back
+        budget = getattr(drafter, "budget", None)
+        self.limit = budget.usual if budget else None                  # a round trip costs more than nodes
         self.session = secrets.token_hex(16)
         self.opening = dict(session=self.session, backbone=target.fingerprint, max_len=max_len,
                             drafter=drafter and drafter.net.fingerprint, wire=wire)
@@ -258,7 +260,10 @@ class Client:
     def verify(self, text, left):
         """Let the server judge a tree of guesses for what follows the text -> the tokens that it takes."""
         root = text.tokens[-1]
-        tree = text.drafter.draft(root, text.sampler).cut(left - 1) if text.drafter else Tree([root], [-1])
+        tree = Tree([root], [-1])
+        if text.drafter:
+            depth = min(left - 1, PAGE - 1 - text.n_known % PAGE)      # an exact server's tree stays in its page
+            tree = text.drafter.draft(root, text.sampler, text.limit).cut(depth)
         self.lap("draft")
         message = dict(session=text.session, length=text.n_known, tokens=tree.tokens, parent=tree.parent)
         answer, states = self.call("/verify", message, text.target.wte.weight, 1 + self.opt.retries)

@@ -38,6 +38,11 @@ def tiny(style="llama", seed=0, dtype=torch.float64, scale=20, **shape):
     return target.to(dtype).eval().requires_grad_(False)
 
 
+def read(target, x):
+    """What the target's final norm and lm_head say of states x (B, T, C)."""
+    return target.lm_head(target.norm(x))
+
+
 class Watching:
     """
     For a drafter: remembers what it drafted after which text.
@@ -49,8 +54,8 @@ class Watching:
         super().start(target, max_len)
         self.seen = []
 
-    def draft(self, root, sampler):
-        tree = super().draft(root, sampler)
+    def draft(self, root, sampler, limit=None):
+        tree = super().draft(root, sampler, limit)
         self.seen.append((list(self.text), tree))
         if self.force is None:
             return tree

@@ -301,7 +301,7 @@ def test_future_does_not_leak(style, stages, monkeypatch):
     blind = make_net(target, stages=stages, token=False)
     assert torch.allclose(from_scratch(blind, target, x)[0, t], from_scratch(blind, target, chosen)[0, t])
     h, h_later = target.hidden(x), target.hidden(later)
-    monkeypatch.setattr(target, "attention_mask", lambda *_: None)
+    monkeypatch.setattr(target, "attention_mask", lambda *_: (None, False))
     assert not torch.allclose(at(x, h), at(later, h_later))
 
 
@@ -326,8 +326,8 @@ class Steered(Drafter):
         self.text = self.text + list(tokens)
         assert cache.length == len(self.text)
 
-    def draft(self, root, sampler):
-        tree = super().draft(root, sampler)
+    def draft(self, root, sampler, limit=None):
+        tree = super().draft(root, sampler, limit)
         n = len(self.text)
         assert self.cache.length == n  # one pair for each committed token, no draft
         assert self.text + [root] == self.truth[:n + 1]
@@ -362,7 +362,7 @@ def test_cached_draft_equals_from_scratch(style, shape, options):
     """
     target, prompt = make_target(style), [3, 1, 4, 1, 5]
     plain, _ = complete(target, prompt, 56, sampler=Sampler(1.0))
-    drafter = Steered(make_net(target, **options), target, shape, nodes=12)
+    drafter = Steered(make_net(target, **options), target, shape, capacity=12)
     drafter.truth = prompt + plain
     out, stats = complete(target, prompt, 48, drafter, Spy(1.0))
     assert out == plain[:48]

@@ -28,7 +28,7 @@ def rival(name, target, shape=None, nodes=16, seed=0):
         net.gamma.fill_(0.3)
     if shape and name in CHAINS:
         shape = chain(max(Tree(shape.parent, shape.parent).depth))
-    return module.Drafter(net, target, shape=shape, nodes=nodes)
+    return module.Drafter(net, target, shape=shape, capacity=nodes)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

@@ -19,7 +19,7 @@ def simulate(budget, a, c, d, steps=800, seed=0):
     """
     rng, used = random.Random(seed), []
     for _ in range(steps):
-        n = budget.nodes()
+        n = budget.limit()
         used.append(n)
         u, path = rng.random(), [0]
         while len(path) < n and u < a[len(path) - 1]:
@@ -45,7 +45,7 @@ def test_the_budget_finds_the_best_number_of_nodes():
             assert set(used) <= {2, 3, 4, 6, 8, 12, 16, 24, 32}
             assert rate[used[-1]] > 0.9 * max(rate.values()), (a[:3], d, prior[:3], used[-1])
             budget.start(timed)
-            assert budget.nodes() == budget.nodes() >= 2               # another text, the same prior
+            assert budget.limit() == budget.limit() >= 2               # another text, the same prior
 
 
 def test_forward_seconds():
@@ -87,11 +87,11 @@ def test_a_budget_changes_no_text():
     """Trees of another size each step: rows for the largest must be there, and the text must stay."""
     shape = dict(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=80)
     target = GPT(GPTConfig(**shape)).double().eval()
-    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, nodes=12)
+    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, capacity=12)
     budget, target.seconds = Budget([0.5, 0.3, 0.2], 12), (1.0, 0.05)
     drafter.budget = budget
     sizes = itertools.cycle([2, 12, 3, 7])
-    budget.nodes = lambda: next(sizes)
+    budget.limit = lambda: next(sizes)
     for T in (0.0, 1.0):
         text, stats = complete(target, [1, 2], 70, drafter, Sampler(T))
         assert text == complete(target, [1, 2], 70, None, Sampler(T))[0]

@@ -48,7 +48,7 @@ def test_the_client_drafts_what_it_drafts_with_the_target_beside_it(setting):
         target, net, part = make_pair(tli, lsa=lsa)
         with serving(target, net) as server:
             _, there = remote(make_client(server.server_port), part, net, 40, SETTINGS[setting], nodes=12)
-        _, here = complete(target, PROMPT, 40, Drafter(net, target, nodes=12), Sampler(**SETTINGS[setting]))
+        _, here = complete(target, PROMPT, 40, Drafter(net, target, capacity=12), Sampler(**SETTINGS[setting]))
         assert there.accepted == here.accepted and max(here.accepted) > 1
 
 
@@ -130,7 +130,7 @@ def test_a_restarted_server_goes_on_with_the_text(impatient):
     for setting in ("greedy", "T = 1"):
         server = start(target, net)
         port, got = server.server_port, []
-        drafter, sampler = Drafter(net, part, nodes=8), Sampler(**SETTINGS[setting])
+        drafter, sampler = Drafter(net, part, capacity=8), Sampler(**SETTINGS[setting])
         steps = make_client(port).generate(part, PROMPT, 60, drafter, sampler)
         for _ in range(3):
             got += next(steps)
@@ -154,7 +154,7 @@ def test_alone_and_back(tli, setting):
     server = start(target, net)
     port = server.server_port
     client = make_client(port, retries=0, offline_limit=40)
-    steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**sampling))
+    steps = client.generate(part, PROMPT, 80, Drafter(net, part, capacity=8), Sampler(**sampling))
     for outage in (1, 9):
         for _ in range(3):
             out = next(steps)
@@ -183,7 +183,7 @@ def test_back_at_a_server_that_still_has_the_session():
     target, net, part = make_pair()
     with serving(target, net) as server:
         client, got, alone = make_client(server.server_port, retries=0), [], []
-        steps = client.generate(part, PROMPT, 80, Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"]))
+        steps = client.generate(part, PROMPT, 80, Drafter(net, part, capacity=8), Sampler(**SETTINGS["T = 1"]))
         got += next(steps)
         server.faults, server.deaf = ["drop"], True  # the work is done: the server is ahead of the client
         for _ in range(7):

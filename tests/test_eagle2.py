@@ -130,7 +130,7 @@ def test_eagle_cached_drafts(style):
     net, prompt, sampler = eagle(target), [1, 2, 3], Sampler(0.7, seed=3)
     plain, _ = complete(target, prompt, 17, sampler=sampler)
     for shape in (None, cartesian(2, 2, 1)):
-        drafter = Watch(net, target, shape, nodes=9, breadth=3)
+        drafter = Watch(net, target, shape, capacity=9, breadth=3)
         drafter.force = plain, len(prompt)
         text, stats = complete(target, prompt, 17, drafter, sampler)
         assert text == plain and set(stats.accepted[1:-1]) == {1, 2, 3, 4, 5}
@@ -154,7 +154,7 @@ def test_eagle_dynamic_tree(depth, breadth, nodes):
     """
     target, sampler = make_target(), Sampler(0.8, seed=2)
     net = eagle(target)
-    drafter = Watch(net, target, nodes=nodes, depth=depth, breadth=breadth)
+    drafter = Watch(net, target, capacity=nodes, depth=depth, breadth=breadth)
     complete(target, [1, 2, 3], 9, drafter, sampler)
     with torch.no_grad():
         for text, tree in drafter.seen[:2]:

@@ -41,7 +41,7 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
         again = target.state_dict()
         assert again.keys() == state.keys() and all(torch.equal(v, again[k]) for k, v in state.items())
         assert torch.equal(target.lm_head.weight, target.wte.weight) == tied
-        packed.append(isinstance(target.blocks[0].attn.qkv, plumbing.fast.Packed))
+        packed.append(isinstance(target.blocks[0].attn.qkv, plumbing.fast.PackedLinear))
         with torch.inference_mode():                                   # rows apart in memory, one row, none
             for rows in (before.new_ones(3, 2 * C)[:, ::2], before.new_ones(C), before.new_ones(1, 0, C)):
                 qkv = target.blocks[0].attn.qkv

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import hidden_transfer
 import train
 from hidden_transfer import Config, Drafter, Net, by_layer, guesses, loss
+from conftest import read
 from model import GPT, GPTConfig
 from tree import Sampler, Tree, cartesian, chain, complete, grow, tree_mask
 
@@ -88,7 +89,7 @@ def by_hand(net, target, tokens, states=False):
         x = target.run(x, torch.tensor(pos), mask, None, l, l + 1)
     for i, k in enumerate(here):
         seen[k][L] = x[0, n + 1 + i]
-    return seen if states else target.head(torch.stack([seen[k][L] for k in range(1, net.K + 1)]))
+    return seen if states else read(target, torch.stack([seen[k][L] for k in range(1, net.K + 1)]))
 
 
 class Checked(Drafter):
@@ -102,10 +103,10 @@ class Checked(Drafter):
         self.known, self.committed, self.valued = prompt + plain, [], valued
         self.rng, self.lengths, self.grouped, self.sizes = random.Random(seed), [], [], []
 
-    def ride(self, target, idx, pos, mask, cache, tree):
+    def target_forward(self, target, idx, pos, mask, cache, tree):
         alone = target.hidden(idx, pos, mask, copy.deepcopy(cache))
         before = cache.length
-        hidden = super().ride(target, idx, pos, mask, cache, tree)
+        hidden = super().target_forward(target, idx, pos, mask, cache, tree)
         assert cache.length == before, "a forward must not move the cache"
         torch.testing.assert_close(hidden, alone, **TOLERANCE)
         return hidden
@@ -119,14 +120,14 @@ class Checked(Drafter):
         self.grouped.append(len(self.ends))
         self.sizes.append(len(self.tree) if self.tree else 1)
         expected = by_hand(self.net, self.target, self.committed)
-        torch.testing.assert_close(self.target.head(self.h), expected, **TOLERANCE)
+        torch.testing.assert_close(read(self.target, self.h), expected, **TOLERANCE)
         fresh = self.target.new_cache(self.n)
         self.target.hidden(torch.tensor([self.committed]), cache=fresh)
         torch.testing.assert_close(cache.read(slice(self.n)), fresh.read(slice(self.n)), **TOLERANCE)
 
-    def draft(self, root, sampler):
-        super().draft(root, sampler)
-        rng, N, V = self.rng, self.rng.randint(1, self.nodes), self.target.cfg.vocab_size
+    def draft(self, root, sampler, limit=None):
+        super().draft(root, sampler, limit)
+        rng, N, V = self.rng, self.rng.randint(1, self.capacity), self.target.cfg.vocab_size
         known = self.known[self.n:] + [0] * N                          # the root and what follows it
         tokens, parent, value, right = [root], [-1], [1.0], [True]
         for i in range(1, N):
@@ -181,8 +182,9 @@ def test_start():
     h = torch.randn(1, 5, 16, dtype=torch.float64)
     x = target.run(h, torch.arange(5), None, None, 3, 4)  # one map, identity: the anchor, once more
     net = make_net(target, shaken=False, n_heads=1)
-    (_, joined), (_, y) = net(target, h[:, :0], lambda l, x: h[:, 4:], *net.layout(
+    states = net(target, h[:, :0], lambda l, x: h[:, 4:], *net.layout(
         target, [4], torch.ones(1, 5, dtype=torch.bool).numpy()), FullCache(target, h))
+    (_, joined), (_, y) = states.items()
     assert torch.equal(joined, h[:, 4:]) and y.shape == (1, 1, 16) and not torch.allclose(y, x[:, 4:])
 
 
@@ -396,7 +398,7 @@ def test_every_step(style, name, groups, valued):
     net, prompt = make_net(target, **OPTIONS[name]), [5, 1, 7]
     plain, _ = complete(target, prompt, 29, sampler=Sampler(1.0))
     assert len(set(plain)) > 8
-    drafter = Checked(net, target, nodes=9, groups=groups, plain=plain, prompt=prompt, valued=valued)
+    drafter = Checked(net, target, capacity=9, groups=groups, plain=plain, prompt=prompt, valued=valued)
     tokens, stats = complete(target, prompt, 29, drafter, Sampler(1.0))         # to the end of the context
     assert tokens == plain and stats.stop == "budget"
     assert len(set(drafter.lengths[1:])) >= 3, "this test is about accepted paths of several lengths"
@@ -412,7 +414,7 @@ def test_own_trees(shape, groups):
     Rows must suffice for them.
     """
     target = make_target(seed=2, block_size=32)
-    drafter = Drafter(make_net(target, shaken=False), target, shape, nodes=8, groups=groups)
+    drafter = Drafter(make_net(target, shaken=False), target, shape, capacity=8, groups=groups)
     prompt = [3, 9]
     plain, _ = complete(target, prompt, 30)
     seen, sampler = [], Sampler()
@@ -421,7 +423,7 @@ def test_own_trees(shape, groups):
     def checked(tokens, hidden, cache):
         observe(tokens, hidden, cache)
         seen.extend(tokens)
-        torch.testing.assert_close(target.head(drafter.h), by_hand(drafter.net, target, seen), **TOLERANCE)
+        torch.testing.assert_close(read(target, drafter.h), by_hand(drafter.net, target, seen), **TOLERANCE)
 
     def at_the_right_place(logits, positions):  # where the target asks for the same noise
         assert list(positions) == [len(seen) + 1 + k for k in range(4)]
@@ -433,22 +435,33 @@ def test_own_trees(shape, groups):
 def test_likely_ends():
     """Groups at the wrong nodes cost time and nothing else, so only a look at the choice itself can tell."""
     target = make_target()
-    drafter = Drafter(make_net(target), target, nodes=8, groups=2)
+    drafter = Drafter(make_net(target), target, capacity=8, groups=2)
     #         0 -> 1 (.6) -> 3 (.5), and 0 -> 2 (.1): ends with .3, .1, .1, .5
     tree = Tree([1, 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.6, 0.1, 0.5])
-    assert drafter.likely_ends(4, tree) == [0, 3]
-    assert drafter.likely_ends(4, Tree([1, 2, 3, 4], [-1, 0, 1, 0])) == [0, 1], "shallow first"
-    assert drafter.likely_ends(7, None) == [6], "a prompt ends at its end"
-    assert Drafter(make_net(target), target, nodes=8, groups=0).likely_ends(7, None) == []
-    assert Drafter(make_net(target), target, nodes=8, groups=99).likely_ends(4, tree) == [0, 1, 2, 3]
-    assert Drafter(make_net(target), target, nodes=8, groups=99).rows == 8 + 8 * 4
-    assert Drafter(make_net(target), target, chain(2), groups=2).rows == 3 + 2 * 4
-    assert Drafter(make_net(target), target, nodes=8, groups=0).rows == 8 + 4, "the extra pass needs room too"
-    for C, groups in ((32, 0), (384, 2)):                              # what pays by default
-        shape = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=C, n_ffn=8, vocab_size=9, block_size=16)
-        wide = GPT(GPTConfig(**shape))
-        assert Drafter(Net(Config(), wide), wide, nodes=8).groups == groups
-        assert Drafter(Net(Config(), wide), wide, nodes=1).groups < 2
+    assert drafter.likely_ends(tree)[:2] == [3, 0]
+    assert drafter.likely_ends(Tree([1, 2, 3, 4], [-1, 0, 1, 0])) == [0, 1, 3, 2], "shallow first"
+    assert Drafter(make_net(target), target, capacity=8, groups=99).cache_rows == 8 + 8 * 4
+    assert Drafter(make_net(target), target, chain(2), groups=2).cache_rows == 3 + 2 * 4
+    assert Drafter(make_net(target), target, capacity=8, groups=0).cache_rows == 8 + 4, "the extra pass needs room too"
+
+
+def test_as_many_groups_as_cost_least():
+    """Groups by a rule of thumb: too many where a row is dear, none where only a forward is."""
+    target = make_target()
+    drafter = Drafter(make_net(target), target, capacity=8)
+    assert drafter.n_groups() == 0, "nothing was measured"
+    for seconds, groups in (((1.0, 0.0), 4), ((1.0, 1.0), 0), ((1.0, 0.03), 2)):
+        target.seconds = seconds
+        drafter.ended[:] = [6, 3, 1, 0, 0]
+        K, (fixed, row) = 4, seconds
+        cost = [g * K * row + (1 - sum([6, 3, 1, 0][:g]) / 10) * (fixed + K * row) for g in range(5)]
+        assert drafter.n_groups() == groups == (cost.index(min(cost)) or groups) if row else 4
+    assert Drafter(make_net(target), target, capacity=1).groups == 1
+    target.seconds = (1.0, 0.0)
+    drafter, plain = Drafter(make_net(target), target, capacity=8), complete(target, [1, 2], 20)[0]
+    before = drafter.ended.sum()
+    text, stats = complete(target, [1, 2], 20, drafter)
+    assert text == plain and drafter.ended.sum() == before + stats.steps - 1, "it learns where paths end"
 
 
 @pytest.mark.parametrize("name", ["default", "mixed", "farther is lower"])
@@ -460,7 +473,7 @@ def test_rows_in_each_block(name, groups):
     """
     target = make_target()
     net = make_net(target, **OPTIONS[name])
-    drafter, cache = Drafter(net, target, nodes=8, groups=groups), target.new_cache(60)
+    drafter, cache = Drafter(net, target, capacity=8, groups=groups), target.new_cache(60)
     drafter.start(target, 40)
     rows = []
     for l, block in enumerate(target.blocks):
@@ -469,17 +482,17 @@ def test_rows_in_each_block(name, groups):
     def expected(N, M):
         return [(l, N + M * sum(layer <= l for layer in net.layers)) for l in range(4)]
     prompt = [4, 8, 15, 16]
-    hidden = drafter.ride(target, torch.tensor([prompt]), torch.arange(4), None, cache, None)
-    assert rows == expected(4, 1 if groups else 0)
+    hidden = drafter.target_forward(target, torch.tensor([prompt]), torch.arange(4), None, cache, None)
+    assert rows == expected(4, 0), "a prompt carries none: its group is made behind it"
     cache.keep(range(4))
     rows.clear()
     drafter.observe(prompt, hidden[0], cache)
     extra = [row for row in expected(0, 1) if row[1]]
-    assert rows == ([] if groups else extra), "an extra pass only without a group"
+    assert rows == extra
     tree = Tree([1, 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.6, 0.1, 0.5])
     rows.clear()
     pos, mask = 4 + torch.tensor(tree.depth), tree_mask(tree.parent, 4)
-    hidden = drafter.ride(target, torch.tensor([tree.tokens]), pos, mask, cache, tree)
+    hidden = drafter.target_forward(target, torch.tensor([tree.tokens]), pos, mask, cache, tree)
     assert rows == expected(4, min(groups, 4))
     cache.keep([0, 1])
     rows.clear()
@@ -507,7 +520,7 @@ def test_same_text(style, sampling):
         for i, net in enumerate(nets):
             for groups in (0, 3, 99):
                 shape = (None, chain(4), cartesian(2, 2))[(i + groups) % 3]
-                drafter = Drafter(net, target, shape, nodes=8, groups=groups)
+                drafter = Drafter(net, target, shape, capacity=8, groups=groups)
                 tokens, stats = complete(target, prompt, 99, drafter, Sampler(**sampling))
                 assert tokens == plain and stats.stop == "context" and sum(stats.accepted) == len(plain)
 
@@ -521,7 +534,7 @@ def test_eos(groups):
     target = make_target()
     net, prompt = make_net(target), [5, 1, 7]
     plain, _ = complete(target, prompt, 40, sampler=Sampler(1.0))
-    used = Checked(net, target, nodes=9, groups=groups, plain=plain, prompt=prompt)
+    used = Checked(net, target, capacity=9, groups=groups, plain=plain, prompt=prompt)
     for eos in sorted(set(plain))[::5]:
         used.committed, used.rng = [], random.Random(eos)
         tokens, stats = complete(target, prompt, 40, used, Sampler(1.0), eos={eos})
@@ -534,9 +547,9 @@ def test_used_again(groups):
     """A drafter that carries anything over from its last text drafts other trees than a fresh one."""
     target = make_target()
     net = make_net(target, shaken=False)
-    used = Drafter(net, target, nodes=8, groups=groups)
+    used = Drafter(net, target, capacity=8, groups=groups)
     complete(target, text(target, 1, 20, seed=5)[0].tolist(), 20, used)
-    fresh = Drafter(net, target, nodes=8, groups=groups)
+    fresh = Drafter(net, target, capacity=8, groups=groups)
     for temperature in (0.0, 1.0):
         a = complete(target, [2, 4, 6], 40, used, Sampler(temperature))
         b = complete(target, [2, 4, 6], 40, fresh, Sampler(temperature))
@@ -570,6 +583,6 @@ def test_by_layer(name):
                 assert cosine[l, k - 1].isnan() and top1[l, k - 1].isnan()
                 continue
             close = [F.cosine_similarity(seen[k][l], h[l][b, t + k], dim=0) for b, t, seen in hand]
-            right = [target.head(seen[k][l]).argmax() == x[b, t + k + 1] for b, t, seen in hand]
+            right = [read(target, seen[k][l]).argmax() == x[b, t + k + 1] for b, t, seen in hand]
             assert abs(float(cosine[l, k - 1]) - float(sum(close)) / 10) < 1e-6
             assert abs(float(top1[l, k - 1]) - float(sum(right)) / 10) < 1e-6

@@ -39,7 +39,7 @@ SHAPES = {
 # --------------------------------------------------------------------------------------------------
 # Drafters
 
-def method_drafter(name, target, shape=None, nodes=16, seed=0, config={}, ids=None, **drafting):
+def method_drafter(name, target, shape=None, capacity=16, seed=0, config={}, ids=None, **drafting):
     """
     An untrained drafter: as it starts (seed 0), or with all its parameters random.
     ids: of a draft vocabulary.
@@ -50,7 +50,7 @@ def method_drafter(name, target, shape=None, nodes=16, seed=0, config={}, ids=No
     for p in net.parameters() if seed else ():
         p.data.add_(0.2 * torch.randn_like(p))
     shape = shape and shape.limit(net.K, target.cfg.vocab_size if ids is None else len(ids))
-    return method.Drafter(net, target, shape=shape, nodes=nodes, **drafting)
+    return method.Drafter(net, target, shape=shape, capacity=capacity, **drafting)
 
 
 class Artificial:
@@ -58,7 +58,7 @@ class Artificial:
 
     def __init__(self, full, V, seed=0, depth=4, noise=2):
         self.full, self.V, self.rng, self.depth, self.noise = full, V, random.Random(seed), depth, noise
-        self.rows = 1 + depth * (1 + 2 * noise) + 12
+        self.cache_rows = 1 + depth * (1 + 2 * noise) + 12
 
     def start(self, target, max_len):
         self.text = []
@@ -81,7 +81,7 @@ class Artificial:
 class Perfect(Artificial):
     """The text's own next tokens at scattered nodes, wrong siblings around them; without noise a chain."""
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
         tokens, parent, at = [root], [-1], 0
         for token in self.coming(root):
             place, up = self.rng.randint(0, self.noise), at
@@ -101,7 +101,7 @@ class Perfect(Artificial):
 class AlwaysWrong(Artificial):
     """Wrong children only, with right or wrong tokens below them."""
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
         truth, tokens, parent = self.coming(root), [root], [-1]
         if truth:
             for _ in range(self.noise + 1):
@@ -119,7 +119,7 @@ class Random(Artificial):
     half of the tokens are from the text to come.
     """
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
         N = self.rng.randint(1, 13)
         parent = [-1] + [self.rng.randrange(i) for i in range(1, N)]
         truth, depth, tokens = self.coming(root), [0], [root]
@@ -138,7 +138,7 @@ class Guided:
 
     def __init__(self, inner, oracle):
         self.inner, self.oracle, self.drafts = inner, oracle, {}
-        self.rows = inner.rows + oracle.depth
+        self.cache_rows = inner.cache_rows + oracle.depth
 
     def __getattr__(self, name):                                       # ride, if the method has it
         return getattr(self.__dict__["inner"], name)
@@ -151,7 +151,7 @@ class Guided:
         self.oracle.observe(tokens, hidden, cache)
         self.inner.observe(tokens, hidden, cache)
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
         inner = self.inner.draft(root, sampler)
         self.drafts[len(self.oracle.text)] = inner
         tokens, parent, up = list(inner.tokens), list(inner.parent), 0
@@ -377,13 +377,13 @@ def test_drafts_do_not_depend_on_how_the_text_came_about(method, sampling):
     prompt, new, sampling = [3, 1, 4], 24, SAMPLING[sampling]
     for style in ("llama", "gpt2"):
         target, truth = lively(prompt, new, sampling, style=style, n_layer=4)
-        inner = method_drafter(method, target, nodes=10, seed=1)
+        inner = method_drafter(method, target, capacity=10, seed=1)
         guided = Guided(inner, Artificial(prompt + truth, 23, seed=2))
         stats = check(target, prompt, new, guided, sampling, truth=truth)
         assert max(stats.accepted) >= 4 and len(guided.drafts) > 4
         for n, draft in guided.drafts.items():
             seen = len(truth) - (n - len(prompt))  # a new drafter, given the same text as a prompt
-            fresh = Guided(method_drafter(method, target, nodes=10, seed=1), Artificial(prompt + truth, 23))
+            fresh = Guided(method_drafter(method, target, capacity=10, seed=1), Artificial(prompt + truth, 23))
             run = generate(target, (prompt + truth)[:n], seen, fresh, Sampler(**sampling))
             next(run), next(run)
             alone = fresh.drafts[n]
@@ -759,6 +759,6 @@ def test_a_planted_drafter_state_is_caught(method, monkeypatch):
     Drafter = METHODS[method].Drafter
     observe = Drafter.observe
     monkeypatch.setattr(Drafter, "observe", lambda self, tokens, hidden, cache: observe(
-        self, tokens[:1] if hasattr(self, "ride") else tokens[::-1], hidden.flip(0), cache))
+        self, tokens[:1] if hasattr(self, "target_forward") else tokens[::-1], hidden.flip(0), cache))
     with pytest.raises(AssertionError, match="another draft"):
         test_drafts_do_not_depend_on_how_the_text_came_about(method, "T = 1")

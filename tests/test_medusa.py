@@ -631,12 +631,12 @@ def test_trees_of_a_draft():
     target = tiny(seed=7)
     for shape, nodes in ((None, 1), (None, 9), (chain(3), 16), (cartesian(4, 3), 16),
                          (grow([[0.5, 0.4], [0.3]], 4), 16)):
-        drafter = Drafter(make_net(target), target, shape=shape, nodes=nodes)
+        drafter = Drafter(make_net(target), target, shape=shape, capacity=nodes)
         drafter.start(target, 40)
         drafter.observe([1, 2, 3], target.hidden(torch.tensor([[1, 2, 3]]))[0], None)
         tree = drafter.draft(17, Sampler())
         size = nodes if shape is None else len(shape.parent)
-        assert tree.tokens[0] == 17 and len(tree) == drafter.rows == size
+        assert tree.tokens[0] == 17 and len(tree) == drafter.cache_rows == size
         assert shape is None or tree.parent == shape.parent
 
 
@@ -771,7 +771,7 @@ def typically(target, prompt, n, drafter, sampler, epsilon, delta, eos=()):
 class AnyTree:
     """Random trees, as bad as can be; as good as random at T = 0."""
 
-    rows = 16
+    cache_rows = 16
 
     def __init__(self, V, seed=0):
         self.V, self.rng = V, random.Random(seed)
@@ -782,7 +782,7 @@ class AnyTree:
     def observe(self, tokens, hidden, cache):
         pass
 
-    def draft(self, root, sampler):
+    def draft(self, root, sampler, limit=None):
         N = self.rng.randint(1, 16)
         return Tree([root] + [self.rng.randrange(self.V) for _ in range(N - 1)], random_parents(self.rng, N))
 
@@ -833,7 +833,7 @@ def test_typical_text_is_lossy_and_knows_no_seed():
         sampler = Sampler(1.0, seed=seed)
         texts.add(tuple(typically(target, [1, 2], 30, AnyTree(5), sampler, 0.09, 0.3)[0]))
     assert len(texts) == 1 and texts != {tuple(complete(target, [1, 2], 30)[0])}
-    assert inspect.signature(generate).parameters["verify"].default is None        # never the default
+    assert inspect.signature(generate).parameters["accept"].default is None        # never the default
 
 
 def test_typical_stops_at_the_end_of_text():

@@ -70,7 +70,7 @@ def layers(target, x):
         k, v = qkv[:, c.n_head:c.n_head + c.n_kv_head], qkv[:, c.n_head + c.n_kv_head:]
         ks.append(k if target.rope(pos) is None else rotate(k, *target.rope(pos)))
         vs.append(v)
-        inputs.append(block(inputs[-1], target.rope(pos), True))
+        inputs.append(block(inputs[-1], target.rope(pos), causal=True))
     return inputs, torch.stack(ks), torch.stack(vs)
 
 
@@ -140,7 +140,7 @@ def tail(net, target, rows):
         return rows[-1]
     x = rows[None]
     for block in target.blocks[target.cfg.n_layer - N:]:
-        x = block(x, target.rope(pos), True)
+        x = block(x, target.rope(pos), causal=True)
     return target.norm(x)[0, -1]
 
 
@@ -150,7 +150,7 @@ def from_scratch(net, target, text, path, s=None):
     the definition, nothing cached. s: states(...) of the text, where many paths are asked for.
     """
     x, S = torch.tensor(text + path), len(text)
-    sa = net.sa(target.embed(x[None], torch.arange(len(x))), net.rope[:, :len(x)], True)[0]
+    sa = net.sa(target.embed(x[None], torch.arange(len(x))), net.rotary(slice(len(x))), causal=True)[0]
     s = states(net, target, x[:S]) if s is None else s
     f = torch.stack([cross(net, sa[i], i, s) for i in range(S, len(x))])
     deep = layers(target, x[None, :S])[0][target.cfg.n_layer - net.cfg.tli][0]
@@ -273,11 +273,13 @@ def watch_loss(net, target, x, seed, **kwargs):
     """-> loss, CA's output and SA's mask of one call."""
     seen = {}
     hooks = [net.ca.register_forward_hook(lambda m, args, out: seen.update(f=out.detach())),
-             net.sa.register_forward_hook(lambda m, args, out: seen.update(mask=args[2]))]
+             net.sa.register_forward_hook(lambda m, args, kwargs, out: seen.update(
+                 mask=args[2], causal=kwargs["causal"]), with_kwargs=True)]
     torch.manual_seed(seed)
     total, _ = loss(net, target, x, **kwargs)
     for hook in hooks:
         hook.remove()
+    assert seen["causal"] == (seen["mask"] is None)                    # a mask says itself what is before
     return total, seen["f"], seen["mask"]
 
 
@@ -315,7 +317,7 @@ def test_staircase():
     narrow = [[[j == i or start[b][i] < j <= i for j in range(16)] for i in range(16)] for b in range(40)]
     wide = [[j <= i for j in range(16)] for i in range(16)]
     masks = {p: watch_loss(net, target, x, 3, progress=p)[2] for p in (0.0, 0.25, 0.49, 0.5, 1.0)}
-    assert masks[0.5] is True and masks[1.0] is True
+    assert masks[0.5] is None and masks[1.0] is None
     assert (masks[0.0] == 0)[:, 0].tolist() == narrow
     count = {}
     for p in (0.25, 0.49):
@@ -323,7 +325,7 @@ def test_staircase():
         assert all(m in (n, wide) for m, n in zip(look, narrow))
         count[p] = sum(m == n for m, n in zip(look, narrow))
     assert 8 <= count[0.25] <= 32 and count[0.49] <= 5
-    assert watch_loss(make_net(target, staircase=False), target, x, 3, progress=0.0)[2] is True
+    assert watch_loss(make_net(target, staircase=False), target, x, 3, progress=0.0)[2] is None
 
 
 @pytest.mark.parametrize("progress", [0.0, 1.0])
@@ -443,7 +445,7 @@ def test_cached_drafts(style, name):
     net, prompt, sampler = make_net(target, **ABLATIONS[name]), [1, 2, 3], Sampler(0.7, seed=3)
     plain, _ = complete(target, prompt, 17, sampler=sampler)
     for shape in (None, cartesian(2, 2, 1)):
-        drafter = Watch(net, target, shape, nodes=9, breadth=3)
+        drafter = Watch(net, target, shape, capacity=9, breadth=3)
         drafter.force = plain, len(prompt)
         text, stats = complete(target, prompt, 17, drafter, sampler)
         assert text == plain and set(stats.accepted[1:-1]) == {1, 2, 3, 4, 5}
@@ -465,7 +467,7 @@ def test_perfect_drafter(style, temperature):
     net = make_net(target, shaken=False, tli=3)                        # untrained, N = L: the target itself
     for depth in (1, 4):
         for drafter in (Drafter(net, target, chain(depth)),
-                        Drafter(net, target, nodes=depth + 1, depth=depth, breadth=1)):
+                        Drafter(net, target, capacity=depth + 1, depth=depth, breadth=1)):
             n = 1 + 6 * (depth + 1)
             text, stats = complete(target, [5, 6], n, drafter, Sampler(temperature, seed=1))
             assert stats.accepted == [1] + [depth + 1] * 6 and stats.tau == depth + 1
@@ -498,11 +500,11 @@ def test_dynamic_tree(sampler, depth, breadth, nodes):
     """
     target = make_target()
     net = make_net(target, tli=1)
-    drafter = Watch(net, target, nodes=nodes, depth=depth, breadth=breadth)
+    drafter = Watch(net, target, capacity=nodes, depth=depth, breadth=breadth)
     complete(target, [1, 2, 3], 6, drafter, sampler)
     with torch.no_grad():
         for text, tree in drafter.seen[:2]:
-            assert len(tree) <= nodes == drafter.rows and all(up < i for i, up in enumerate(tree.parent))
+            assert len(tree) <= nodes == drafter.cache_rows and all(up < i for i, up in enumerate(tree.parent))
             left = 3 + 6 - len(text) - 2                               # a deeper node would never be emitted
             expect = brute_force(net, target, text, tree.tokens[0], min(depth, left), breadth, nodes, sampler)
             got = {tuple(path): v for path, v in zip(paths(tree), tree.value)}
@@ -521,7 +523,7 @@ def test_floor_and_waits(monkeypatch):
     full = Watch(net, target)
     complete(target, [1, 2, 3], 9, full)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or tolist(t))
-    monkeypatch.setattr(Drafter, "forward", lambda self, *args: calls.append(args[3]) or forward(self, *args))
+    monkeypatch.setattr(Drafter, "forward", lambda self, *args: calls.append(args[4]) or forward(self, *args))
     for floor in (0.0, 0.1, 0.4, 1.0):
         drafter = Watch(net, target, floor=floor)
         drafter.start(target, 40)
@@ -547,7 +549,7 @@ def test_lossless(style, sampling):
     plain, _ = complete(target, [4, 4, 1], 12, sampler=sampler)
     shapes = [None, chain(6), cartesian(3, 2), grow([[0.5, 0.3]] * 3, 7), cartesian(40), chain(0)]
     for n, options in enumerate(ABLATIONS.values()):
-        drafter = Drafter(make_net(target, **options), target, shapes[n % len(shapes)], nodes=1 + 3 * n)
+        drafter = Drafter(make_net(target, **options), target, shapes[n % len(shapes)], capacity=1 + 3 * n)
         assert complete(target, [4, 4, 1], 12, drafter, sampler)[0] == plain
 
 
@@ -564,7 +566,7 @@ def test_untidy_shape():
     with torch.no_grad():
         check_drafts(drafter, sampler)
         text, tree = drafter.seen[0]
-        assert tree.parent == shape.parent and drafter.rows == 9
+        assert tree.parent == shape.parent and drafter.cache_rows == 9
         for i, path in list(enumerate(paths(tree)))[1:]:
             logits = from_scratch(net, target, text, path[:-1])
             scores = sampler.rank(logits[None], [len(text) + len(path) - 1])[0]

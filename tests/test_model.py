@@ -1,13 +1,11 @@
-"""The backbone: attention, masks, its cache against no cache; our tokenizer."""
-import json
+"""The backbone: attention, masks, its cache against no cache."""
 import random
 
 import pytest
 import torch
 
-from conftest import tiny
+from conftest import read, tiny
 from model import GPTConfig, KVCache, attend
-from plumbing.text import Tokenizer
 from tree import tree_mask
 
 EXACT = dict(atol=1e-10, rtol=1e-10)                                   # float64
@@ -249,7 +247,7 @@ def test_ranges_of_layers(shape):
     whole = target.run(target.embed(x, pos), pos)
     logits, hidden = target(x)
     assert torch.allclose(target.norm(whole), hidden, **EXACT)
-    assert torch.allclose(target.head(whole), logits, **EXACT)
+    assert torch.allclose(read(target, whole), logits, **EXACT)
     for k in range(5):
         part = target.run(target.run(target.embed(x, pos), pos, stop=k), pos, start=k)
         assert torch.allclose(part, whole, **EXACT)
@@ -296,84 +294,3 @@ def test_layers_share_no_storage():
         target = tiny(style, n_layer=5, tied=False)
         places = [p.data_ptr() for p in target.parameters()]
         assert len(set(places)) == len(places)
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokenizer
-
-WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïve, 漢字 and 12345\n" * 20
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
-
-
-TEXTS = ["", " ", "a", "\n", "\r\n", "\t\tif x:\r\n\t\t\treturn  y   \n\n\n", "naïve café — “quoted” …", "漢字かな交じり文 한국어 עברית العربية",
-         "👩‍👩‍👧‍👦 🇫🇷 😀😀", "é é ﬁ ①②③ ½", "\u200b\ufeff\u00a0x\u2028y", "\x00\x01\x7f", "1234567890 12,345.678", "a" * 500, " " * 300 + "x",
-         "<|end|>", "text <|end|> text", "<|endoftext|>", "don't I'LL we've", WORDS]
-
-
-def random_texts(n=200):
-    rng = random.Random(0)
-    pools = ["ab \n", "\t\r\n ", "0123 x", "éüñ漢字한", "😀👍🏽\u200d", "<|end|>", "".join(map(chr, range(32, 127))), "\U0001F600\U00010348\u0301"]
-    return ["".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(0, 60))) for _ in range(n)]
-
-
-def test_tokenizer_round_trip(tokenizer):
-    """Bytes that are lost, normalised or not in the vocabulary; an id beyond the embedding matrix."""
-    for text in TEXTS + random_texts():
-        tokens = tokenizer.encode(text)
-        assert tokenizer.decode(tokens) == text
-        assert tokenizer.decode_bytes(tokens) == text.encode()
-        assert all(0 <= t < tokenizer.eos for t in tokens)
-    assert tokenizer.vocab_size == 400 == tokenizer.eos + 1
-    assert len(set(tokenizer.ranks)) == 399 and sorted(tokenizer.ranks[:256]) == [bytes([b]) for b in range(256)]
-
-
-def test_every_byte_decodes(tokenizer):
-    """
-    A single token of a multi-byte character: a crash while streaming;
-    the end of text must print as nothing.
-    """
-    for t in range(tokenizer.vocab_size):
-        tokenizer.decode([t])
-    assert tokenizer.decode([tokenizer.eos]) == "" and tokenizer.decode_bytes([tokenizer.eos]) == b""
-
-
-def test_special_text_is_ordinary_text(tokenizer):
-    """Text that spells the end token: it must not end a generation, nor raise."""
-    assert tokenizer.eos not in tokenizer.encode("a<|end|>b")
-    assert tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
-
-
-def test_segmentation_equals_tokenizers(tokenizer, monkeypatch):
-    """Merges in another order, or another splitting of text into words, than the trainer used."""
-    import tokenizers
-    made = []
-
-    class Spy:  # keep the object that Tokenizer.train makes
-        def __new__(cls, *args):
-            made.append(real(*args))
-            return made[-1]
-
-    real = tokenizers.Tokenizer
-    monkeypatch.setattr(tokenizers, "Tokenizer", Spy)
-    again = Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
-    assert again.ranks == tokenizer.ranks                              # training is deterministic
-    for text in TEXTS + random_texts():
-        assert again.encode(text) == made[0].encode(text, add_special_tokens=False).ids, repr(text)
-
-
-def test_tokenizer_dict_round_trip(tokenizer):
-    """A tokenizer that does not survive JSON: bytes that are no UTF-8, another pattern."""
-    again = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert again.ranks == tokenizer.ranks and again.pattern == tokenizer.pattern
-    assert [again.encode(t) for t in TEXTS] == [tokenizer.encode(t) for t in TEXTS]
-
-
-def test_tokenizer_of_a_tiny_corpus():
-    """A corpus with fewer merges than asked for: vocab_size must be what there is."""
-    small = Tokenizer.train(["ab"], 5000)
-    assert small.vocab_size == len(small.ranks) + 1 < 300
-    assert small.decode(small.encode("ab ß")) == "ab ß"

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import self_speculative
-from conftest import tiny
+from conftest import read, tiny
 from model import rotate
 from test_moa import Run, attention, layers, make_target, random_text
 from tree import Sampler, complete
@@ -32,7 +32,7 @@ def skipping(target, skip, text, path):
                 x = x + block.attn.out(attention(qk[:H, 0], k[i], v[i]))[None]
             if not skip[1][i]:
                 x = x + block.mlp(block.norm2(x))
-    return target.head(x)[0]
+    return read(target, x)[0]
 
 
 def skips(target, seed=0, **options):
@@ -66,9 +66,9 @@ def test_self_speculative_cached_drafts(style):
     target, sampler = make_target(style), Sampler(0.7, seed=3)
 
     class Watching(self_speculative.Drafter):
-        def draft(self, root, sampler):
+        def draft(self, root, sampler, limit=None):
             n = self.cache.length
-            tree = super().draft(root, sampler)
+            tree = super().draft(root, sampler, limit)
             assert self.cache.length == n == len(text), "the cache was not cut back"
             for i, token in enumerate(tree.tokens[1:], 1):
                 scores = sampler.rank(skipping(target, self.skip, text, tree.tokens[:i])[None], [n + i])[0]

@@ -108,7 +108,7 @@ def test_a_call_that_comes_late():
     """
     target, net, part = make_pair()
     with serving(target, net) as server:
-        drafter, sampler = Drafter(net, part, nodes=8), Sampler(**SETTINGS["T = 1"])
+        drafter, sampler = Drafter(net, part, capacity=8), Sampler(**SETTINGS["T = 1"])
         steps = make_client(server.server_port).generate(part, PROMPT, 60, drafter, sampler)
         got = next(steps)
         (session,) = server.sessions.by_name.values()

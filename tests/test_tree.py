@@ -9,7 +9,7 @@ import torch
 
 import moa
 from model import GPT, GPTConfig
-from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, grow, plant, plant_levels,
+from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, grow, plant, plant_best_levels,
                   tree_mask, walk)
 
 
@@ -151,13 +151,13 @@ def test_plant():
             # the value is this step's, not the shape's
             assert tree.value[i] == pytest.approx(tree.value[tree.parent[i]] * chance)
     for nodes in (1, 2, 5, 16, 60):
-        tree = plant(7, scores, nodes=nodes)
+        tree = plant(7, scores, limit=nodes)
         want = grow([scores[d].softmax(-1)[order[d]].tolist() for d in range(3)], nodes)
         assert len(tree) == nodes and tree.parent == want.parent and tree.value == pytest.approx(want.value)
         for i in range(1, nodes):
             assert tree.tokens[i] == order[tree.depth[i] - 1, want.rank[i]]
     hidden = scores.masked_fill(scores < scores.topk(2).values[:, -1:], -math.inf)
-    tree = plant(7, hidden, nodes=60)  # top-k = 2: 2 + 4 + 8 nodes are all there are
+    tree = plant(7, hidden, limit=60)  # top-k = 2: 2 + 4 + 8 nodes are all there are
     assert len(tree) == 15
     assert all(hidden[tree.depth[i] - 1, tree.tokens[i]] > -math.inf for i in range(1, 15))
 
@@ -165,7 +165,7 @@ def test_plant():
 @pytest.mark.parametrize("V", [1, 2, 3])
 def test_plant_in_a_tiny_vocabulary(V):
     """topk of more tokens than there are; fewer nodes possible than the budget."""
-    tree = plant(0, torch.zeros(2, V).double(), nodes=16)
+    tree = plant(0, torch.zeros(2, V).double(), limit=16)
     assert len(tree) == min(16, 1 + V + V * V)
     assert all(0 <= t < V for t in tree.tokens)
     wide = plant(0, torch.zeros(2, V), cartesian(5, 5).limit(2, V))
@@ -298,7 +298,7 @@ def test_forget_frees_memory():
     for t in range(10):
         s.noise(t, 3, torch.zeros(1))
     s.forget(6)
-    assert sorted(t for t, _ in s.rows) == [7, 8, 9]
+    assert sorted(t for t, _ in s.drawn) == [7, 8, 9]
 
 
 @pytest.mark.parametrize("wrong", [
@@ -578,13 +578,13 @@ def test_a_level_is_run_where_it_is_likely_to_be_reached():
     """
     logits = torch.log(torch.tensor([0.7, 0.1, 0.1, 0.1]))
     # levels are reached with .8, .56 (.49 + .07), ..
-    for least, run in ((0.0, [1, 2, 3]), (0.5, [1, 2]), (0.75, [1]), (0.9, [])):
+    for reach, run in ((0.0, [1, 2, 3]), (0.5, [1, 2]), (0.75, [1]), (0.9, [])):
         levels = []
         def step(d, tokens, up, mask):
             levels.append(d)
             return logits.expand(len(tokens), -1)
-        tree = plant_levels(3, logits[None], step, Sampler(), 5, 4, 2, 30, least=least)
+        tree = plant_best_levels(3, logits[None], step, Sampler(), 5, 4, 2, 30, reach=reach)
         assert levels == run and max(tree.depth) == len(run) + 1 and len(tree) == 3 + 4 * len(run)
     wide = GPT(GPTConfig(n_layer=6, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16))
     drafter = moa.Drafter(moa.Net(moa.Config(tli=1), wide), wide)
-    assert (drafter.depth, drafter.least) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).least == 0
+    assert (drafter.depth, drafter.reach) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).reach == 0
