@@ -101,7 +101,7 @@ class Sessions:
         session.has_drafter = message.get("drafter") is not None
         device = self.target.wte.weight.device
         hidden = self.target.hidden(torch.tensor([text[start:]], device=device), cache=session.cache)
-        bonus, = sampler.choose(self.target.lm_head(hidden[:, -1]), [len(text)])
+        bonus, = sampler.choose(self.target.logits(hidden[:, -1]), [len(text)])
         session.cache.keep(range(len(text) - start))
         session.text = text
         return session, {"path": [], "bonus": bonus}, have, hidden[:, have - start:]
@@ -117,7 +117,7 @@ class Sessions:
             mask = tree_mask(tree.parent, S).to(device)
             hidden = self.target.hidden(torch.tensor([tree.tokens], device=device), pos, mask, cache)
             try:
-                choice = sampler.choose(self.target.lm_head(hidden[0]), [S + d + 1 for d in tree.depth])
+                choice = sampler.choose(self.target.logits(hidden[0]), [S + d + 1 for d in tree.depth])
                 break
             except FloatingPointError:
                 # A draft that overflows spoils its neighbours: once more, with the root alone.

@@ -36,7 +36,7 @@ def test_text_is_plain_decodings(tli, wire, setting):
     target, net, part = make_pair(tli)
     with serving(target, net) as server:
         client = make_client(server.server_port, wire=wire)
-        tokens, stats = remote(client, part, net, 40, SETTINGS[setting], nodes=12)
+        tokens, stats = remote(client, part, net, 40, SETTINGS[setting], capacity=12)
     assert tokens == plain(target, 40, SETTINGS[setting])
     assert sum(stats.accepted) == 40 and not stats.offline and stats.calls == len(stats.accepted)
 
@@ -47,7 +47,7 @@ def test_the_client_drafts_what_it_drafts_with_the_target_beside_it(setting):
     for tli, lsa in ((0, True), (2, True), (1, False)):
         target, net, part = make_pair(tli, lsa=lsa)
         with serving(target, net) as server:
-            _, there = remote(make_client(server.server_port), part, net, 40, SETTINGS[setting], nodes=12)
+            _, there = remote(make_client(server.server_port), part, net, 40, SETTINGS[setting], capacity=12)
         _, here = complete(target, PROMPT, 40, Drafter(net, target, capacity=12), Sampler(**SETTINGS[setting]))
         assert there.accepted == here.accepted and max(here.accepted) > 1
 
@@ -119,7 +119,7 @@ def test_lost_answers_are_asked_for_again(fault, impatient):
         if fault == "late":
             server.faults = [fault, "ok", "ok", fault]
         client = make_client(server.server_port, timeout=0.2, retries=5)
-        tokens, stats = remote(client, part, net, 30, SETTINGS["T = 1"], nodes=8)
+        tokens, stats = remote(client, part, net, 30, SETTINGS["T = 1"], capacity=8)
     assert tokens == plain(target, 30, SETTINGS["T = 1"]) and not stats.offline and not server.faults
     assert stats.calls >= len(stats.accepted) + (2 if fault == "late" else 3)
 
