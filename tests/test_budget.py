@@ -4,11 +4,13 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import medusa
 from conftest import tiny
 from model import GPT, GPTConfig
-from plumbing.budget import Budget, forward_seconds
+from plumbing.budget import Budget, calibrate, forward_seconds
 from tree import Sampler, Tree, complete
 
 
@@ -97,3 +99,17 @@ def test_a_budget_changes_no_text():
         assert text == complete(target, [1, 2], 70, None, Sampler(T))[0]
         assert stats.nodes > 4 * stats.steps and sum(budget.seen) == stats.nodes - stats.steps
         assert sum(budget.hits) == sum(stats.accepted[1:]) - stats.steps
+
+
+def test_calibration_counts_by_hand():
+    """Catches a calibration divisor that is right for the first head only (Medusa's own script)."""
+    class Method:
+        @staticmethod
+        def guesses(net, target, x):
+            for k in (1, 2):
+                truth = x[:, k + 1:].flatten()
+                guess = F.one_hot(truth + (k == 2), 8).float()         # head 2 is always one off
+                yield guess, truth, None
+    x = torch.arange(6).view(1, 6)
+    c = calibrate(Method, None, None, [x, x], ranks=3)
+    assert c["samples"] == [8, 6] and c["hits"][0] == [8, 0, 0] and c["hits"][1][0] == 0

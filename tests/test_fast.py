@@ -4,6 +4,7 @@ import torch
 
 import model as M
 import plumbing.fast
+from conftest import tiny
 from model import GPT, GPTConfig
 from plumbing.fast import for_decoding
 
@@ -48,3 +49,22 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
                 assert qkv(rows).shape == (*rows.shape[:-1], qkv.weight.size(0))
     if dtype != torch.bfloat16:                                        # there it depends on the machine
         assert packed == [False, dtype == torch.float32 and torch.backends.mkl.is_available()]
+
+
+def test_remembered_states_are_the_targets():
+    """
+    Catches states of another sequence, more in memory than was allowed, a forward for what is there, and
+    decoding with them.
+    """
+    target, g = tiny(), torch.Generator().manual_seed(0)
+    texts = torch.randint(23, (5, 12), generator=g)
+    hidden, forwards = target.hidden, []
+    target.hidden = lambda x, *a, **o: forwards.append(len(x)) or hidden(x, *a, **o)
+    for room, kept, expected in ((1e9, 5, 5), (3.5 * 12 * 16 * 2, 3, 3 + 8), (0, 0, 21)):
+        forwards, memory = [], plumbing.fast.StateCache(target, room)
+        for order in ([4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]):
+            x = texts[order]
+            torch.testing.assert_close(memory(x), hidden(x).bfloat16().double(), rtol=0, atol=0)
+        assert len(memory.kept) == kept and sum(forwards) == expected
+    cache = target.new_cache(12)
+    assert torch.equal(memory(texts[:1], cache=cache), hidden(texts[:1], cache=target.new_cache(12)))
