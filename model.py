@@ -14,7 +14,7 @@ Idea     One block serves two families, so that one code path decodes them all:
 Exact    One forward of N tokens and N forwards of one token differ in the last bits, since their sums run in another order, and
          in bfloat16 a near tie then goes the other way. Not here: matrix products run over a number of rows at which a row
          does not depend on its neighbours, and attention adds in an order that does not show (attend_exactly). A target
-         without self.exact (plumbing/fast.py sets it) is as fast as can be, and nearly the same.
+         without self.exact (plumbing/exact.py sets it) is as fast as can be, and nearly the same.
 
 Shapes   B batch, T new tokens, S cached tokens, C channels, H query heads, G key/value heads, D head width, V vocabulary
 """
@@ -141,7 +141,7 @@ PAGE = 256                                                             # positio
 
 @dataclass
 class Exact:
-    """How many rows make a row's result independent of its neighbours', bit for bit; measured in plumbing/fast.py."""
+    """How many rows make a row's result independent of its neighbours', bit for bit; measured in plumbing/exact.py."""
     product: int                                                       # a matrix product's rows: a multiple of this
     attention: int = 0                                                 # attention's over whole pages; 0 = all in float64
 
@@ -309,7 +309,7 @@ class KVCache:
 class GPT(nn.Module):
     """Decoder-only transformer. Everything a drafter needs has a name: embed, run (a range of layers), norm, lm_head."""
     compiled = ("layers",)                                             # what --compile compiles
-    exact = None                                                       # an Exact: decode bit for bit alike, whatever the tree
+    exact, exactness = None, "not exact"                               # an Exact: decode bit for bit alike, and in words
     seconds = None                                                     # (fixed, slope): a forward of n rows takes fixed + slope n
 
     def __init__(self, cfg):

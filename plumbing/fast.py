@@ -1,12 +1,13 @@
 """
 What makes the same arithmetic fast: matrices packed for a CPU, compilation, states of a frozen target that are kept.
 """
-from functools import partial
+import statistics
+import time
 
 import torch
 import torch.nn as nn
 
-from model import GPT, PAGE, DraftHead, Exact
+from model import DraftHead
 from plumbing.options import fail, first_line
 
 
@@ -58,70 +59,13 @@ class PackedLinear(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Exact rows
-
-@torch.inference_mode()
-def exact_rows(target):
-    """
-    How many rows the target's products and its attention need on this machine, so that a row's result does not depend on the
-    rows beside it -> Exact; None where no number up to 16 does. Tried on the target's own matrices, bit by bit.
-    """
-    w, cfg = target.wte.weight, target.cfg
-    if w.device.type != "cpu" or w.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        return None
-    g = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=g).to(w.dtype)
-    C, G, H, D = cfg.n_embd, cfg.n_kv_head, cfg.n_head, cfg.head_dim
-    x, y = normal(PAGE, C), normal(PAGE, H * D)
-    products = [(target.lm_head, x[:16])]                              # of a prompt it reads one row
-    for block in target.blocks[:1]:
-        products += [(block.attn.qkv, x), (block.attn.out, y), (block.mlp, x)]
-    rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
-    if not rows:                                                       # some widths end between two vectors of the processor
-        for block in target.blocks:
-            block.mlp.wide = True
-        rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
-    if not rows:
-        return None
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q, k, v = normal(1, G, 4 * PAGE, D), normal(1, G, 5 * PAGE, D), normal(1, G, 5 * PAGE, D)
-
-    def over_pages(pages, x):                                          # (R, G, D) -> (R, G, D + 1): attention and its weight
-        y, weight = flash(x.transpose(0, 1)[None], k[:, :, :pages * PAGE], v[:, :, :pages * PAGE])
-        return torch.cat((y.float(), weight[..., None].float()), -1)[0].transpose(0, 1)
-    queries = q[0].transpose(0, 1)
-    return Exact(rows, fewest([partial(at_a_time, partial(over_pages, pages), queries) for pages in (1, 2, 5)]))
-
-
-def at_a_time(layer, x, n):
-    """The first 32 of x's rows through a layer, n rows at a time; n = 0: all rows at once."""
-    if n == 0:
-        return layer(x)[:32]
-    return torch.cat([layer(part) for part in x[:32].split(n)]) if n <= 32 else layer(x[:n])[:32]
-
-
-def fewest(computations, most=16):
-    """
-    The fewest rows at a time, 1, 2, 4, .. most, at which a row comes out as at multiples of them; 0 if there are none.
-    computation(n) -> the same rows, n at a time.
-    """
-    n = 1
-    while n <= most:
-        some = [m // n * n for m in (2 * n, 3 * n, 5 * n, 32, 50, 250)] + [0]
-        if all(torch.equal(f(n), f(m)) for f in computations for m in some):
-            return n
-        n *= 2
-    return 0
-
-
-# --------------------------------------------------------------------------------------------------
 # Ready to decode
 
-def for_decoding(module, compile=False, exact=True):
+def for_decoding(module, compile=False):
     """
     Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU large matrices are packed, the others
     stored column by column, which MKL multiplies with the 4 to 16 rows of a tree about 1.2 times as fast. compile: see
-    compile_steps. exact: a target gets its Exact.
+    compile_steps.
     """
     module.eval().requires_grad_(False)
     for m in list(module.modules()):
@@ -133,8 +77,6 @@ def for_decoding(module, compile=False, exact=True):
     for p in module.parameters():
         if p.dim() == 2 and p.device.type == "cpu":
             p.data = p.data.t().contiguous().t()
-    if isinstance(module, GPT) and exact and not compile:
-        module.exact = exact_rows(module)
     if compile:
         compile_steps(module)
     return module
@@ -156,6 +98,38 @@ def compile_steps(module):
         fail(f"--compile does not work here ({first_line(e)}): leave it out")
     for name in names:
         setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
+
+
+@torch.inference_mode()
+def step_seconds(target, nodes, rounds=7, prepare=lambda: None):
+    """The median of some timings of two layers and lm_head over so many nodes behind a page of text. A look at a target's speed."""
+    S = min(128, target.cfg.block_size // 2)
+    cache, device = target.new_cache(S + nodes), target.wte.weight.device
+    cache.length = S                                                   # rows of zeros will do
+    pos = torch.full((nodes,), S, device=device)
+    mask = torch.ones(nodes, S + nodes, dtype=torch.bool, device=device).tril(S)
+    x, seconds = target.embed(torch.zeros(1, nodes, dtype=torch.long, device=device), pos), []
+    for _ in range(rounds):
+        prepare()
+        start = time.perf_counter()
+        target.logits(target.run(x, pos, mask, cache, 0, min(2, target.cfg.n_layer))[0]).max().item()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def pick_threads(target, wanted=0):
+    """
+    As many threads as pay: one where all of them bring less than a fifth, since beside other busy processes two threads wait
+    for each other. wanted: --threads, 0 = by measurement.
+    """
+    most = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(wanted)
+    elif most > 1 and target.wte.weight.device.type == "cpu":
+        all_of_them = step_seconds(target, 8)
+        torch.set_num_threads(1)
+        if step_seconds(target, 8) > 1.2 * all_of_them:
+            torch.set_num_threads(most)
 
 
 # --------------------------------------------------------------------------------------------------

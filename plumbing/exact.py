@@ -1,0 +1,106 @@
+"""
+What a target needs on this machine to decode bit for bit alike in every tree (model.Exact): tried, not assumed.
+"""
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from model import PAGE, Exact
+from plumbing.fast import step_seconds
+
+
+@torch.inference_mode()
+def exact_rows(target):
+    """
+    How many rows the target's products and its attention need, so that a row's result does not depend on the rows beside it
+    -> Exact; None where no number up to 16 does. Tried on the target's own matrices, bit by bit. On a GPU the answer is one
+    number of rows for all forwards, see same_shape.
+    """
+    w, cfg = target.wte.weight, target.cfg
+    if w.device.type != "cpu" or w.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        return None
+    g = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=g).to(w.dtype)
+    C, G, H, D = cfg.n_embd, cfg.n_kv_head, cfg.n_head, cfg.head_dim
+    x, y = normal(PAGE, C), normal(PAGE, H * D)
+    products = [(target.lm_head, x[:16])]                              # of a prompt it reads one row
+    for block in target.blocks[:1]:
+        products += [(block.attn.qkv, x), (block.attn.out, y), (block.mlp, x)]
+    rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
+    if not rows:                                                       # some widths end inside a vector of the processor
+        for block in target.blocks:
+            block.mlp.wide = True
+        rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
+    if not rows:
+        return None
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    k, v, queries = normal(1, G, 5 * PAGE, D), normal(1, G, 5 * PAGE, D), normal(4 * PAGE, G, D)
+
+    def over_pages(pages, x):                                          # (R, G, D) -> (R, G, D + 1): attention, its weight
+        y, weight = flash(x.transpose(0, 1)[None], k[:, :, :pages * PAGE], v[:, :, :pages * PAGE])
+        return torch.cat((y.float(), weight[..., None].float()), -1)[0].transpose(0, 1)
+    return Exact(rows, fewest([partial(at_a_time, partial(over_pages, pages), queries) for pages in (1, 2, 5)]))
+
+
+def at_a_time(layer, x, n):
+    """The first 32 of x's rows through a layer, n rows at a time; n = 0: all rows at once."""
+    if n == 0:
+        return layer(x)[:32]
+    return torch.cat([layer(part) for part in x[:32].split(n)]) if n <= 32 else layer(x[:n])[:32]
+
+
+def fewest(computations, most=16):
+    """
+    The fewest rows at a time, 1, 2, 4, .. most, at which a row comes out as at multiples of them; 0 if there are none.
+    computation(n) -> the same rows, n at a time.
+    """
+    n = 1
+    while n <= most:
+        some = [m // n * n for m in (2 * n, 3 * n, 5 * n, 32, 50, 250)] + [0]
+        if all(torch.equal(f(n), f(m)) for f in computations for m in some):
+            return n
+        n *= 2
+    return 0
+
+
+def same_shape(rows):
+    """On a GPU: every decoding forward has the same number of rows, and all attention is summed in float64."""
+    return Exact(rows)
+
+
+def make_exact(target, rows, wanted=True, compiled=False):
+    """
+    Sets target.exact as it can be had here, and target.exactness: in words, what holds. rows: most rows of a forward, for a
+    GPU. In float32 it is left out where it would cost a step more than a quarter: there only ties of 1e-5 are at stake.
+    """
+    target.exact, w = None, target.wte.weight
+    if not wanted or compiled:
+        target.exactness = "not exact: " + ("--no-exact" if not wanted else "--compile")
+        return
+    target.exact = exact_rows(target) if w.device.type == "cpu" else same_shape(rows)
+    if not target.exact:
+        target.exactness = f"not exact: no number of rows makes {w.dtype} products independent here"
+        return
+    n = target.exact.product
+    target.exactness = f"exact, rows in {n}s" if n > 1 else "exact"
+    if w.dtype == torch.float32 and n > 1 and w.device.type == "cpu":
+        cost = step_seconds(target, n) / one_row_seconds(target)
+        if cost > 1.25:
+            target.exact = None
+            target.exactness = f"exact but for ties of 1e-5: in float32 {n} rows cost {cost:.1f} times one here"
+
+
+def one_row_seconds(target):
+    with inexact(target):
+        return step_seconds(target, 1)
+
+
+@contextmanager
+def inexact(target):
+    """The target as fast as it can be, for as long as it takes to measure that."""
+    exact, target.exact = target.exact, None
+    try:
+        yield
+    finally:
+        target.exact = exact
