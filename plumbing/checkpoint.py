@@ -44,6 +44,25 @@ def fingerprint(tensors):
     return h.hexdigest()[:16]
 
 
+def differences(old, new):
+    """
+    What goes on with what, decided here alone: the names in new whose values are others in old, with both, as
+    a text; "" where there are none. Dicts in dicts are compared name by name, what is missing is None.
+    """
+    def flat(x, at=""):
+        for name, value in x.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{at}{name}.")
+            else:
+                yield at + name, value
+    new = json.loads(json.dumps(new))                                  # as a file keeps it: lists, no tuples
+    old = dict(flat({name: old.get(name) for name in new} if isinstance(old, dict) else {}))
+    new = dict(flat(new))
+    names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    told = [f"{name} ({old.get(name)!s:.40}, now {new.get(name)!s:.40})" for name in names[:6]]
+    return ", ".join(told) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
 def save(path, tensors, meta, half=False):
     """
     Write tensors (in bfloat16 if half) and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place

@@ -136,7 +136,8 @@ class PretrainedTokenizer:
         self.eos = min(self.stops) if hf.eos_token_id is None else hf.eos_token_id
         bos = hf.bos_token_id if hf.bos_token_id is not None else self.eos
         self.start = [bos]                                             # gpt2's own text began so too, though nothing says it
-        self.has_chat = bool(hf.chat_template)
+        self.template = hf.chat_template or None
+        self.has_chat = bool(self.template)
         byte_level = "ByteLevel" in str(hf.backend_tokenizer.decoder)
         self.byte = {ch: bytes([b]) for ch, b in byte_characters().items()} if byte_level else None
 
