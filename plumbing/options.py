@@ -33,20 +33,26 @@ def fail(message):
 
 
 def command(main, *args):
-    """Run a command line's main: Ctrl-C is no error, and what no option could have foreseen gets its line too."""
+    """Run a command line's main: Ctrl-C is no error, and what no option could have foreseen gets a line."""
     try:
         return main(*args)
     except KeyboardInterrupt:
         raise SystemExit(130)
-    except BrokenPipeError:                                            # whoever read what we print has gone: | head
+    except BrokenPipeError:                                            # nobody reads us any more: | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141)
     except FloatingPointError as e:                                    # NaN, in a text that is being written
         fail(e)
     except (MemoryError, OverflowError, RuntimeError) as e:
+        if "RANK" in os.environ and re.search("gloo|nccl", str(e), re.I):
+            fail("another of the processes has ended: it says why")
         if not re.search("alloc|memory|overflow", f"{type(e).__name__} {e}", re.I):
             raise
         fail(f"these options are too large for this machine ({first_line(e)}): choose smaller ones")
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":                       # Rust's, and no Exception of Python's
+            raise
+        fail(f"a library cannot cope with what it was given ({first_line(e)})")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,13 +72,13 @@ def say(text):
 # --------------------------------------------------------------------------------------------------
 # Command line
 
-def parse(*configs, argv=None, defaults=None):
+def parse(*configs, argv=None, defaults=None, epilog=None):
     """
-    Fill config dataclasses from one command line; field n_heads becomes --n-heads. defaults override the classes' own. In -h
-    a field stands in the group that its arg names, or in one for its class, titled by the docstring. A field that was not
-    made by arg is no option.
+    Fill config dataclasses from one command line; field n_heads becomes --n-heads. defaults override the
+    classes' own. In -h a field stands in the group that its arg names, or in one for its class, titled by the
+    docstring; epilog comes last. A field that was not made by arg is no option.
     """
-    p = argparse.ArgumentParser(description=configs[0].__doc__, allow_abbrev=False,
+    p = argparse.ArgumentParser(description=configs[0].__doc__, epilog=epilog, allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.error = fail
     try:
@@ -82,13 +88,17 @@ def parse(*configs, argv=None, defaults=None):
     groups, options = {}, {c: [f for f in fields(c) if f.metadata] for c in configs}
     for c in configs:
         for f in options[c]:
-            title = f.metadata["group"] or (c.__doc__.strip().splitlines()[0].rstrip(".") if c is not configs[0] else "what most people need")
+            own = "what most people need"
+            if c is not configs[0]:
+                own = c.__doc__.strip().splitlines()[0].rstrip(".")
+            title = f.metadata["group"] or own
             group = groups[title] = groups.get(title) or p.add_argument_group(title)
             kind = dict(action=argparse.BooleanOptionalAction)
             if f.type is not bool:
                 metavar = None if f.metadata["choices"] else f.type.__name__
                 kind = dict(type=f.type, choices=f.metadata["choices"], metavar=metavar)
-            group.add_argument("--" + f.name.replace("_", "-"), default=(defaults or {}).get(f.name, f.default),
+            default = (defaults or {}).get(f.name, f.default)
+            group.add_argument("--" + f.name.replace("_", "-"), default=default,
                                help=f.metadata["help"].replace("%", "%%"), **kind)
     args = vars(p.parse_args(argv))
     for f in (f for c in configs for f in options[c]):
@@ -108,8 +118,8 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
         return None
     if text == "sparse":
         if accuracy is None:
-            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint does not have")
-        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may say otherwise
+            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint lacks")
+        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may rise
         return grow(falling, nodes).limit(K, V)
     if text == "chain":
         return chain(min(K, nodes - 1))
@@ -127,8 +137,24 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
 # --------------------------------------------------------------------------------------------------
 # Device
 
+def pick_dtype(name, device):
+    """--dtype on a device -> (torch.dtype, why): bfloat16 where the processor multiplies it."""
+    if name != "auto":
+        return getattr(torch, name), "as asked for"
+    if device.startswith("cuda"):
+        return torch.bfloat16, "a GPU"
+    if device == "cpu" and bf16_cpu():
+        return torch.bfloat16, "this processor multiplies it"
+    return torch.float32, "no bfloat16 instructions here" if device == "cpu" else "the safe choice there"
+
+
+def bf16_cpu():
+    """Does this processor multiply bfloat16 (AVX512_BF16 or AMX)?"""
+    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+
+
 def pick_device(name="auto"):
-    """The one place where a device is chosen: cuda, else mps, else cpu. Ends with a message if the named one is not there."""
+    """The only place that chooses a device: cuda, else mps, else cpu. Ends with a message if name is no device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
