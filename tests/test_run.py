@@ -1,17 +1,19 @@
 """bench/run.py: the runner counts, compares, resumes, and says what it cannot do."""
 import json
 import os
+import re
 import shutil
 import sys
 
 import pytest
+import torch
 
 import report
 import run as bench
 import train
 from plumbing.checkpoint import save
 from plumbing.drafters import setup
-from plumbing.text import Tokenizer
+from plumbing.text import Corpus, Tokenizer, read_texts
 from tree import Sampler, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -40,7 +42,7 @@ def refused(capsys, *argv):
     return err
 
 
-def plain(out):
+def plain_target(out):
     """-> target and tokenizer of a folder."""
     return setup(bench.sample.Options(method="plain", out=out, device="cpu"), train.METHODS)[:2]
 
@@ -140,7 +142,7 @@ def test_questions_and_turns(form, contest, questions, capsys, monkeypatch, tmp_
     orders = [list(r["answers"]) for r in records]
     assert all(sorted(o) == sorted(names) for o in orders)
     assert len({o[o.index("medusa") - 1] for o in orders[:4]}) > 1     # not always behind the same other one
-    target, tokenizer = plain(contest)
+    target, tokenizer = plain_target(contest)
     text = ["the cat sees", tokenizer.decode(first["plain"]["tokens"]), "and the dog"]
     prompt = [tokenizer.eos] + tokenizer.encode("\n\n".join(text) + "\n\n")
     if form == "chat":
@@ -156,7 +158,7 @@ def test_hf_counts_like_we_do(contest, text_file, capsys):
     transformers' tokens counted with the prompt, with the first token timed, or its lookup's steps
     counted as tokens.
     """
-    target, tokenizer = plain(contest)
+    target, tokenizer = plain_target(contest)
     hf, prompt = bench.to_hf(target), tokenizer.encode("the cat sees the cat sees the")
     ours, stats = complete(target, prompt, 20, None, Sampler(), {tokenizer.eos})
     for name in ("hf", "hf-lookup"):
@@ -210,8 +212,51 @@ def test_resume(contest, questions, capsys, monkeypatch, tmp_path, no_charts):
     assert "start without --resume" in refused(capsys, *args, "--resume")
 
 
+def test_a_measurement_of_other_prompts_is_not_resumed(contest, questions, text_file, capsys, monkeypatch,
+                                                       tmp_path, no_charts):
+    """
+    Old answers that stand under new questions, since the file has the same name. It is told by the prompts
+    themselves: other words, another order, more of them, other held-out text, another chat template. The same
+    prompts from elsewhere go on.
+    """
+    common = ["--out", contest, *SMALL, "--methods", "medusa", "--temperatures", "0",
+              "--json", tmp_path / "r.json"]
+    args = [*common, "--prompts", 0, "--questions", questions]
+    _, whole = run_bench(capsys, *args)
+    path = tmp_path / "r.answers.jsonl"
+    before, asked = path.read_bytes(), open(questions).read()
+    rows = asked.splitlines()
+    for text, says in ((asked.replace("a big house", "a small house"), "prompts.1 (82, "),
+                       ("\n".join(reversed(rows)), "prompts.0 (81, "), (rows[0], "prompts.1 (82, "),
+                       (asked + rows[0].replace("81", "84"), "prompts.3 (None, now 84, "),
+                       (asked.replace('"and the dog"', '"and the cat"'), "prompts.0 (81, ")):
+        with open(questions, "w") as f:
+            f.write(text)
+        err = refused(capsys, *args, "--resume")
+        assert "was started with another " in err and says in err and path.read_bytes() == before
+    calls = []
+    monkeypatch.setattr(bench, "complete", lambda *args: calls.append(args) or complete(*args))
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    elsewhere.write_bytes(b"\xef\xbb\xbf" + asked.encode())           # with a byte order mark, too
+    moved = [*common, "--prompts", 9, "--questions", elsewhere, "--resume"]
+    _, again = run_bench(capsys, *moved)
+    assert not calls and [r["tau"] for r in again["rows"]] == [r["tau"] for r in whole["rows"]]
+    with monkeypatch.context() as m:
+        m.setattr(Tokenizer, "template", "{{ messages }}")
+        assert "prompts.0 (81, " in refused(capsys, *moved)
+    mine = tmp_path / "mine.txt"
+    shutil.copy(text_file, mine)
+    run_bench(capsys, *common, "--data", mine)
+    mine.write_text(mine.read_text().replace("cat", "cow"))
+    assert "prompts.0 (0, " in refused(capsys, *common, "--data", mine, "--resume")
+    shutil.copy(text_file, tmp_path / "other.txt")
+    calls.clear()
+    run_bench(capsys, *common, "--data", tmp_path / "other.txt", "--resume")
+    assert not calls
+
+
 def test_another_text_is_named(contest, text_file, capsys, monkeypatch):
-    """A comparison that says yes whatever it is given."""
+    """A comparison that says yes whatever it is given; a gap at another token, or of other scores."""
     real = bench.complete
 
     def liar(target, prompt, new, drafter, *args):
@@ -225,7 +270,124 @@ def test_another_text_is_named(contest, text_file, capsys, monkeypatch):
     plain, medusa = result["rows"]
     assert plain["same"] is True and medusa["same"] is False
     assert {d["token"] for d in medusa["differs"]} == {5}
-    assert f"NO, {len(medusa['differs'])}: question 0 from token 5 on" in out
+    said = f"question 0 from token 5 on; {medusa['differs'][0]['gap']}"
+    assert f"NO, {len(medusa['differs'])}: {said}" in out
+    target, tokenizer = plain_target(contest)
+    prompts = Corpus(read_texts(text_file)).tokenize(tokenizer).prompts(3, 8)
+    for d in medusa["differs"]:
+        sampler = Sampler(1.0, seed=int(d["question"]))
+        tokens, _ = real(target, prompts[int(d["question"])], 5, None, sampler)
+        idx = torch.tensor([prompts[int(d["question"])] + tokens])
+        noisy = target(idx)[0][0, -1] + sampler.noise(13, target.cfg.vocab_size, target.wte.weight)
+        top = noisy.sort().values
+        said = re.match(r"the two best scores there are (.*) apart, more than rounding does", d["gap"])
+        assert float(said[1]) == pytest.approx((top[-1] - top[-2]).item(), rel=0.06)
+
+
+def their_speed(file, base, count, task):
+    """
+    Spec-Bench's speed.py in small: tokens/s of a method and of the baseline, each the mean over questions;
+    their ratio; and all accept lengths. Of the baseline it counts the tokens of its text, count(text).
+    """
+    def read(path):
+        with open(path, encoding="utf-8") as f:
+            data = [json.loads(line) for line in f]
+        return [d["choices"][0] for d in data if task in ("overall", d["category"])]
+    mine, speeds, lengths = read(file), [], []
+    for choice in mine:
+        speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
+        lengths += choice["accept_lengths"]
+    others = [sum(map(count, choice["turns"])) / sum(choice["wall_time"]) for choice in read(base)]
+    mean = lambda values: sum(values) / len(values)
+    return mean(speeds), mean(others), mean(speeds) / mean(others), lengths
+
+
+def test_spec_bench_files(contest, questions, capsys, tmp_path, no_charts):
+    """Answers that Spec-Bench's scripts cannot read, or from which they compute other figures than ours."""
+    folder, names = tmp_path / "answers", ["plain", "medusa", "prompt_lookup:nodes=3", "hf"]
+    _, result = run_bench(capsys, "--out", contest, *SMALL, "--prompts", 0, "--questions", questions,
+                          "--methods", ",".join(names), "--json", tmp_path / "r.json", "--spec-bench", folder)
+    _, tokenizer = plain_target(contest)
+    records = [json.loads(line) for line in open(tmp_path / "r.answers.jsonl")][1:]
+    files = {(n, t): folder / f"{n.replace(':', '-')}-temperature-{t}.jsonl" for n in names for t in (0, 1)}
+    assert {path.name for path in files.values()} == set(os.listdir(folder))
+    for (name, t), path in files.items():
+        lines = [json.loads(line) for line in open(path)]
+        asked = [(d["question_id"], d["category"]) for d in lines]
+        assert asked == [(81, "writing"), (82, "writing"), (83, "qa")]
+        assert len({d["answer_id"] for d in lines}) == 3 and all(d["model_id"] and d["tstamp"] for d in lines)
+        for d in lines:
+            choice, = d["choices"]
+            sizes = {len(choice[k]) for k in ("turns", "decoding_steps", "new_tokens", "wall_time")}
+            assert choice["index"] == 0 and sizes == {2 if d["question_id"] == 81 else 1}
+            assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
+        for task in ("overall", "qa"):
+            asked = [r for r in records if r["temperature"] == t and task in ("overall", r["category"])]
+            base = files["plain", t]
+            count = lambda text: len(tokenizer.encode(text))
+            speed, plain, ratio, lengths = their_speed(path, base, count, task)
+            by_question = {}
+            for r in asked:
+                a = r["answers"][name]
+                sums = by_question.setdefault(r["question"], [0, 0.0])
+                sums[0] += len(a["tokens"])
+                sums[1] += sum(a["seconds"].values())
+            ours = [tokens / seconds for tokens, seconds in by_question.values()]
+            assert speed == pytest.approx(sum(ours) / len(ours))
+            assert ratio == pytest.approx(speed / plain)
+            rows = result["rows"] if task == "overall" else result["categories"]
+            row, = [r for r in rows if r["method"] == name and r["temperature"] == t and
+                    r.get("category", "overall") == task]
+            assert sum(lengths) / len(lengths) == pytest.approx(row["tau"])
+    same = [json.loads(line)["choices"][0]["turns"] for line in open(files["medusa", 1])]
+    assert same == [json.loads(line)["choices"][0]["turns"] for line in open(files["plain", 1])]
+    (tmp_path / "file").write_text("")
+    assert "--spec-bench" in refused(capsys, "--out", contest, "--spec-bench", tmp_path / "file")
+
+
+def test_it_says_how_long_it_will_take(contest, questions, capsys, monkeypatch, tmp_path, no_charts):
+    """An estimate from the warm-up, or of prompts that are answered already; a bar where nobody looks."""
+    now, real = [0.0], bench.complete
+
+    def clock():
+        now[0] += 1e-6
+        return now[0]
+    monkeypatch.setattr(bench.time, "perf_counter", clock)
+
+    def slow(*args):
+        now[0] += 30.0
+        return real(*args)
+    monkeypatch.setattr(bench, "complete", slow)
+    args = ["--out", contest, *SMALL, "--prompts", 0, "--questions", questions, "--methods", "medusa",
+            "--json", tmp_path / "r.json"]
+    bench.main([str(a) for a in args])
+    out = capsys.readouterr()
+    said = "the first prompt took 60.0 s, all methods together: about 7 minutes for the other 7"
+    assert out.out.count(said) == out.out.count("the first prompt") == 1 and out.err == ""
+    lines = (tmp_path / "r.answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "r.answers.jsonl").write_text("".join(lines[:6]))      # five of eight are answered
+    out, _ = run_bench(capsys, *args, "--resume")
+    assert "about 2 minutes for the other 2" in out
+    out, _ = run_bench(capsys, *args, "--resume")
+    assert "the first prompt" not in out
+
+
+def test_the_header_says_how_it_was_decoded(contest, text_file, capsys):
+    """A table of nearly exact texts that looks like one of exact texts."""
+    for more, says in (["--dtype", "bfloat16"], "exact"), (["--no-exact"], "not exact: --no-exact"):
+        out, result = run_bench(capsys, "--out", contest, "--data", text_file, *SMALL, "--methods", "plain",
+                                "--temperatures", "0", *more)
+        assert result["decoding"].startswith(says) and result["decoding"] in out.splitlines()[0]
+
+
+def test_help_has_what_most_people_need_first(capsys):
+    """Thirty options in a row, of which most people need ten."""
+    with pytest.raises(SystemExit) as e:
+        bench.main(["-h"])
+    first, *others = capsys.readouterr().out.split("what most people need:")[1].split("\n\n")
+    shown = [line.split()[0] for line in first.splitlines() if line.strip().startswith("--")]
+    assert e.value.code == 0 and len(shown) == 10 and shown[:3] == ["--methods", "--questions", "--prompts"]
+    assert {"--spec-bench", "--tree", "--dtype"} <= set("\n".join(others).split())
 
 
 @pytest.mark.parametrize("argv, says", [
