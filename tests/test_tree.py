@@ -447,12 +447,25 @@ def check_distribution(pairs, p, q=None):
     assert tv(joint, np.outer(p, q)) < 0.03, "the two tokens depend on each other"
 
 
-def choices(make, z):
+NOISE = {}                                                             # seed -> what its samplers have drawn
+
+
+def seeded(seed, temperature=1.0, **options):
+    """
+    A sampler that has what earlier ones of this seed have drawn: the noise is a function of seed and
+    position alone, as a test above says, and to draw it again is most of the time that a choice takes.
+    """
+    sampler = Sampler(temperature, seed=seed, **options)
+    sampler.drawn = NOISE.setdefault(seed, sampler.drawn)
+    return sampler
+
+
+def choices(z, **options):
     """(SEEDS, 2) choices at two neighbouring positions, eight pairs of them for a seed; z (2, V)."""
-    texts = []
+    texts, z = [], z.repeat(8, 1)
     for seed in range(SEEDS // 8):
         first = 17 + seed % 2
-        texts.append(make(seed).choose(z.repeat(8, 1), range(first, first + 16)))
+        texts.append(seeded(seed, **options).choose(z, range(first, first + 16)))
     return np.reshape(texts, (SEEDS, 2))
 
 
@@ -467,7 +480,7 @@ def test_choices_follow_the_distribution(options):
     """
     z = some_logits(2)
     p, q = (processed(row.numpy(), **options) for row in z)
-    check_distribution(choices(lambda seed: Sampler(seed=seed, **options), z), p, q)
+    check_distribution(choices(z, **options), p, q)
 
 
 class OneRow(Sampler):
@@ -487,10 +500,9 @@ class NodeRows(Sampler):
 @pytest.mark.parametrize("wrong", [OneRow, NodeRows])
 def test_that_the_distribution_check_can_fail(wrong):
     """Each single token of these is distributed rightly; only pairs of positions show the fault."""
-    z = torch.from_numpy(np.log(P))[None]
     def two_steps(seed):                                               # plain decoding: one node a step
         s = wrong(1.0, seed=seed)
-        return s.choose(z, [17]) + s.choose(z, [18])
+        return s.choose(LOG_P[None], [17]) + s.choose(LOG_P[None], [18])
     with pytest.raises(AssertionError, match="depend"):
         check_distribution([two_steps(seed) for seed in range(SEEDS // 4)], P)
 
@@ -500,10 +512,11 @@ def test_that_it_catches_a_filter_that_is_off():
     z = some_logits(2)
     p, q = (processed(row.numpy(), 1.0, 5) for row in z)
     with pytest.raises(AssertionError, match="first"):
-        check_distribution(choices(lambda seed: Sampler(1.0, top_k=3, seed=seed), z), p, q)
+        check_distribution(choices(z, top_k=3), p, q)
 
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
+LOG_P, LOG_Q = torch.from_numpy(np.log(P)), torch.from_numpy(np.log(Q))
 
 
 def decode_two(sampler, children, rule):
@@ -511,7 +524,7 @@ def decode_two(sampler, children, rule):
     The first two tokens of a text whose target says P everywhere.
     children(sampler, t) -> guesses for position t.
     """
-    z, text = torch.from_numpy(np.log(P)), []
+    text = []
     while len(text) < 2:
         t = 10 + len(text)
         tokens, parent = [0], [-1]
@@ -521,7 +534,7 @@ def decode_two(sampler, children, rule):
                 tokens.append(token)
                 parent.append(up)
         positions = [t + d for d in Tree(tokens, parent).depth]
-        text += rule(sampler, tokens, parent, z.expand(len(tokens), 3), positions)
+        text += rule(sampler, tokens, parent, LOG_P.expand(len(tokens), 3), positions)
     return text[:2]
 
 
@@ -548,7 +561,7 @@ DRAFTS = {
     "top-1 of q": lambda s, t: [1],
     "top-2 of q": lambda s, t: [1, 0],
     "sampled from q": lambda s, t: random.Random(s.seed * 31 + t).choices(range(3), Q, k=2),
-    "by the shared noise": lambda s, t: [s.rank(torch.from_numpy(np.log(Q))[None], [t]).argmax().item()],
+    "by the shared noise": lambda s, t: [s.rank(LOG_Q[None], [t]).argmax().item()],
     "all": lambda s, t: [2, 1, 0],
 }
 
@@ -556,7 +569,7 @@ DRAFTS = {
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_walk_emits_the_targets_distribution(draft):
     """Whatever the children and however they were found: tokens of p, independent from each other."""
-    check_distribution([decode_two(Sampler(1.0, seed=seed), DRAFTS[draft], ours) for seed in range(4000)], P)
+    check_distribution([decode_two(seeded(seed), DRAFTS[draft], ours) for seed in range(4000)], P)
 
 
 def test_that_a_wrong_rule_fails_there():
@@ -564,7 +577,7 @@ def test_that_a_wrong_rule_fails_there():
     The p/q rule for sampled drafts, applied to deterministic children, gives (4/7, 3/7, 0):
     the check must see it.
     """
-    pairs = [decode_two(Sampler(1.0, seed=seed), DRAFTS["top-2 of q"], ratio) for seed in range(SEEDS // 4)]
+    pairs = [decode_two(seeded(seed), DRAFTS["top-2 of q"], ratio) for seed in range(SEEDS // 4)]
     with pytest.raises(AssertionError, match="first"):
         check_distribution(pairs, P)
     first = np.bincount(np.array(pairs)[:, 0], minlength=3) / len(pairs)
