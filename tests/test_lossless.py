@@ -294,7 +294,7 @@ def every_tree(sampling, make):
             drafter = make(target, *SHAPES[name], j % 3)
             if (turn + i + j) % 2:
                 drafter = Guided(drafter, Artificial([3, 1, 4] + truth, 23, seed=j))
-            check(target, [3, 1, 4], 20, drafter, SAMPLING[sampling], truth=truth)
+            check(target, [3, 1, 4], 14, drafter, SAMPLING[sampling], truth=truth)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -431,7 +431,7 @@ def test_artificial_drafters_are_lossless(name, sampling):
     random trees, repeated children, right tokens below wrong ones.
     """
     for i, shape in enumerate(TARGETS.values()):
-        for dtype in (torch.float64, torch.float32):
+        for dtype in (torch.float64, torch.float32) if i < 2 else (torch.float64,):
             target, truth = lively([7], 35, SAMPLING[sampling], seed=i, dtype=dtype, **shape)
             check(target, [7], 30, ARTIFICIAL[name]([7] + truth, 23, i), SAMPLING[sampling], truth=truth)
 
@@ -505,10 +505,11 @@ def test_several_end_tokens():
 def test_seeds():
     """A seed that is ignored, or state of an earlier text in a sampler that is used again."""
     target = tiny(seed=1)
-    text = lambda seed: complete(target, [1, 2], 30, sampler=Sampler(1.0, seed=seed))[0]
-    assert text(1) == text(1) and len({tuple(text(seed)) for seed in range(20)}) == 20
+    text = lambda seed, n: complete(target, [1, 2], n, sampler=Sampler(1.0, seed=seed))[0]
+    assert len({tuple(text(seed, 8)) for seed in range(20)}) == 20
     s = Sampler(1.0, seed=1)
-    truth = text(1)
+    truth = text(1, 30)
+    assert text(1, 30) == truth
     for drafter in (None, Perfect([1, 2] + truth, 23), Random([1, 2] + truth, 23), None):
         assert complete(target, [1, 2], 30, drafter, s)[0] == truth    # one sampler for several texts
 
@@ -591,7 +592,7 @@ def random_case(seed):
     n_prompt = rng.choice([1, 2, rng.randint(1, block - 1), block - rng.randint(1, 5)])
     prompt = [rng.randrange(V) for _ in range(n_prompt)]
     new = rng.choice([0, 1, 2, 3, rng.randint(0, 45), 45])
-    truth, lead = reference(target, prompt, block, sampling)           # to the end of the context
+    truth, lead = reference(target, prompt, new + 8, sampling)         # a drafter looks ahead, by 6 at most
     if dtype == torch.float32 and lead < 1e-4:
         return None
     eos = set(rng.sample(truth, min(len(truth), rng.choice([0, 0, 1, 2]))))
