@@ -1,14 +1,15 @@
 """
-Checkpoints: tensors in safetensors, everything else as JSON in the same file's header (and beside it, to be read).
+Checkpoints: tensors in safetensors, all else as JSON in the same file's header (and beside it, to be read).
 """
 import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import struct
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,8 @@ from plumbing.text import Tokenizer
 
 
 # what a file can raise that is damaged, of another version, or somebody else's
-DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError, OSError, SafetensorError)
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, ArithmeticError,
+           OSError, SafetensorError)
 
 
 def versions():
@@ -30,8 +32,18 @@ def versions():
 
 
 def out_folder(out, backbone):
-    """Where drafters of --backbone live: OUT for our own, OUT/gpt2, OUT/smollm2, ... for a pretrained one."""
-    return os.path.join(out, os.path.basename(os.path.normpath(backbone)).removesuffix(".gguf")) if backbone else out
+    """
+    Where drafters of --backbone live: OUT for our own; OUT/gpt2, OUT/smollm2, ... for a pretrained one. A
+    folder has one name, its own, whether --backbone calls it that, or . or .. or ~, or by a link.
+    """
+    if not backbone:
+        return out
+    path = os.path.expanduser(backbone)
+    path = os.path.realpath(path) if os.path.isdir(path) else os.path.normpath(path)
+    name = os.path.basename(path).removesuffix(".gguf")
+    if name in ("", ".", ".."):                                        # that would be OUT, or outside of it
+        fail(f"--backbone {backbone} has no name under which its drafters could be kept")
+    return os.path.join(out, name)
 
 
 def fingerprint(tensors):
@@ -65,8 +77,9 @@ def differences(old, new):
 
 def save(path, tensors, meta, half=False):
     """
-    Write tensors (in bfloat16 if half) and meta (plain JSON types) to path. Both are in the one safetensors file, which is renamed into place
-    whole: a killed run leaves the old file. The .json beside it is a copy for people, never read back.
+    Write tensors (in bfloat16 if half) and meta (plain JSON types) to path. Both are in the one safetensors
+    file, which is renamed into place whole: a killed run leaves the old file. The .json beside it is a copy
+    for people, never read back.
     """
     text = json.dumps(meta, allow_nan=False)
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
@@ -77,7 +90,7 @@ def save(path, tensors, meta, half=False):
         fail(f"cannot write {path}: it is there already, and is no file")
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed while it wrote
+        for left in glob.glob(f"{glob.escape(path)}.tmp*"):            # of a run that was killed
             os.remove(left)
         save_file(tensors, tmp, metadata={"meta": text})
         os.replace(tmp, path)
@@ -91,15 +104,45 @@ def save(path, tensors, meta, half=False):
             os.remove(tmp)
 
 
+def check_numbers(meta):
+    """Raises ValueError for a number in meta that is none, so that nobody who reads one has to ask."""
+    for name, kinds in (("parameters", (int,)), ("step", (int,)), ("elapsed", (int, float))):
+        value = meta.get(name, 0)
+        if type(value) not in kinds or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r:.40}")
+    for name, value in meta.get("metrics", {}).items():
+        values = value if name == "top1" else [value]                  # one for each position
+        if type(values) is not list or not all(type(x) in (int, float) and math.isfinite(x) for x in values):
+            raise ValueError(f"{name} is {value!r:.40}")
+
+
+def read_config(Config, said):
+    """A config from what a file says. Raises TypeError or ValueError for what its options would refuse."""
+    config = Config(**said)
+    for f in fields(Config):
+        value, kinds = getattr(config, f.name), (int, float) if f.type is float else (f.type,)
+        low, high, choices = (f.metadata.get(k) for k in ("low", "high", "choices"))
+        if type(value) not in kinds or choices and value not in choices:
+            raise ValueError(f"{f.name} is {value!r:.40}")
+        if f.type in (int, float) and not low <= value <= high:
+            raise ValueError(f"{f.name} is {value!r:.40}, not {low} to {high}")
+    return config
+
+
 def load(path, what, hint):
-    """-> (tensors, meta) of a file written by save. what and hint complete the message when there is none or it is broken."""
+    """
+    -> (tensors, meta) of a file written by save, see check_numbers. what and hint complete the message when
+    there is none or it is broken.
+    """
     if not os.path.isfile(path):
         fail(f"no {what} in {path}: {hint}")
     try:
         tensors = load_file(path)
         with open(path, "rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        return tensors, dict(json.loads(header["__metadata__"]["meta"]))
+        meta = dict(json.loads(header["__metadata__"]["meta"]))
+        check_numbers(meta)
+        return tensors, meta
     except DAMAGED as e:
         fail(f"{path} is broken or not ours ({type(e).__name__}: {e}): {hint}")
 
@@ -107,12 +150,14 @@ def load(path, what, hint):
 def load_weights(module, tensors, path, own=None):
     """Strict: missing, foreign or misshapen tensors are an error that names them."""
     own = {k: v.shape for k, v in (module.state_dict() if own is None else own).items()}
-    wrong = sorted(k for k in own.keys() | tensors.keys() if k not in tensors or k not in own or own[k] != tensors[k].shape)
+    given = {k: v.shape for k, v in tensors.items()}
+    wrong = sorted(k for k in own.keys() | given.keys() if own.get(k) != given.get(k))
     if wrong:
         k = wrong[0]
-        state = "is missing" if k not in tensors else "is foreign" if k not in own else "has another shape"
-        fail(f"{path} does not fit: {k} {state} ({len(wrong)} tensors differ); train it again or name another checkpoint")
-    module.load_state_dict(tensors, strict=False)                      # a tied lm_head is not in own, but in module
+        state = "is missing" if k not in given else "is foreign" if k not in own else "has another shape"
+        fail(f"{path} does not fit: {k} {state} ({len(wrong)} tensors differ); train it again or name "
+             "another checkpoint")
+    module.load_state_dict(tensors, strict=False)                      # a tied lm_head is not in own
     return module
 
 
@@ -122,24 +167,31 @@ def model_tensors(model):
 
 
 def save_model(path, model, tokenizer, half=False, **meta):
-    """Write a backbone, in bfloat16 if half. Sets model.fingerprint to that of the weights as they will be loaded."""
+    """Write a backbone, in bfloat16 if half. Sets model.fingerprint to that of the weights in the file."""
     if model.scaled:
         fail("a model with scaled rotary frequencies cannot be saved")
     tensors = model_tensors(model)
     model.fingerprint = fingerprint({k: v.bfloat16().to(v.dtype) if half else v for k, v in tensors.items()})
-    save(path, tensors, {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta}, half)
+    meta = {"kind": "backbone", "config": asdict(model.cfg), "tokenizer": tokenizer.to_dict(), **meta}
+    save(path, tensors, meta, half)
 
 
 def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
-    """-> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or none of kinds (client: moa.py split)."""
+    """
+    -> (GPT, Tokenizer, meta). Ends with a message if the file is missing, broken or none of kinds (client:
+    moa.py split).
+    """
     tensors, meta = load(path, "backbone", "run python train.py --method backbone")
     if meta.get("kind") not in kinds:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
     try:
-        model, tokenizer = GPT(GPTConfig(**meta["config"])), Tokenizer.from_dict(meta["tokenizer"])
+        cfg, tokenizer = read_config(GPTConfig, meta["config"]), Tokenizer.from_dict(meta["tokenizer"])
+        if cfg.vocab_size != tokenizer.vocab_size:
+            raise ValueError(f"{cfg.vocab_size} rows for {tokenizer.vocab_size} tokens")
+        model = GPT(cfg)
     except DAMAGED as e:
         fail(f"{path} was written by another version ({type(e).__name__}: {e}): train it again")
     load_weights(model, tensors, path, model_tensors(model))
-    whole = meta["kind"] == "backbone"                                 # a part has the fingerprint of the whole
+    whole = meta["kind"] == "backbone"                                 # a part has that of the whole
     model.fingerprint = fingerprint(model_tensors(model)) if whole else meta["fingerprint"]
     return model.to(device, dtype).eval().requires_grad_(False), tokenizer, meta

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, and what is damaged, foreign or of another version is refused in one line."""
+"""Checkpoints: what is saved comes back; what is damaged, foreign or no number is refused in one line."""
 import json
 import os
 
@@ -22,13 +22,15 @@ WORDS = "def walk(tokens, parent, choice):\n    return path, out  # été, naïv
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train([WORDS, open(__file__, encoding="utf-8").read()], 400)
+    with open(__file__, encoding="utf-8") as f:
+        return Tokenizer.train([WORDS, f.read()], 400)
 
 
 @pytest.fixture
 def saved(tmp_path, tokenizer):
     """-> path of a saved tied backbone, the backbone."""
-    target, path = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size), str(tmp_path / "backbone" / "model.safetensors")
+    target = tiny(dtype=torch.float32, vocab_size=tokenizer.vocab_size)
+    path = str(tmp_path / "backbone" / "model.safetensors")
     plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5}, finished=True)
     return path, target
 
@@ -48,8 +50,9 @@ def refused(capsys, call, *words):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_save_and_load(style, tied, tmp_path, tokenizer):
-    """A tensor or a number of the config that does not come back; a tie lost, or stored twice; another tokenizer."""
-    target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0, eps=0.01)
+    """A tensor or number of the config that does not come back; a tie lost or stored twice; other words."""
+    target = tiny(style, dtype=torch.float32, tied=tied, vocab_size=tokenizer.vocab_size, rope_theta=77.0,
+                  eps=0.01)
     path = str(tmp_path / "deep" / "er" / "m.safetensors")
     plumbing.checkpoint.save_model(path, target, tokenizer, metrics={"val_loss": 3.5})
     loaded, again, meta = plumbing.checkpoint.load_model(path)
@@ -85,18 +88,19 @@ def test_tie_is_kept_in_training_after_load(saved):
 
 def test_fingerprint():
     """A hash that misses a weight, a name or a shape: drafters would accept another backbone."""
+    of = plumbing.checkpoint.fingerprint
     target = tiny()
     tensors = plumbing.checkpoint.model_tensors(target)
-    first = plumbing.checkpoint.fingerprint(tensors)
-    assert plumbing.checkpoint.fingerprint(plumbing.checkpoint.model_tensors(for_decoding(tiny()))) == first    # a matter of numbers, not of layout
+    first = of(tensors)
+    assert of(plumbing.checkpoint.model_tensors(for_decoding(tiny()))) == first          # whatever its layout
     for name, t in tensors.items():
         t.view(-1)[-1] += 1e-9
-        assert plumbing.checkpoint.fingerprint(tensors) != first, name
+        assert of(tensors) != first, name
         t.view(-1)[-1] -= 1e-9
         t.copy_(tiny().state_dict()[name])
-    assert plumbing.checkpoint.fingerprint(tensors) == first
+    assert of(tensors) == first
     w = torch.arange(6.0)
-    prints = {plumbing.checkpoint.fingerprint(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
+    prints = {of(t) for t in ({"a": w}, {"b": w}, {"a": w.view(2, 3)}, {"a": w.view(3, 2)}, {"a": w, "b": w})}
     assert len(prints) == 5
 
 
@@ -134,7 +138,8 @@ def test_a_text_file_is_no_checkpoint(tmp_path, capsys):
 def test_other_checkpoints_are_no_backbone(saved, kind, capsys):
     """Heads, or the state of an interrupted run, loaded as a backbone."""
     path = saved[0]
-    plumbing.checkpoint.save(path, {"proj.weight": torch.zeros(2, 2)}, {"kind": kind, "config": {"n_heads": 4}})
+    meta = {"kind": kind, "config": {"n_heads": 4}}
+    plumbing.checkpoint.save(path, {"proj.weight": torch.zeros(2, 2)}, meta)
     refused(capsys, lambda: plumbing.checkpoint.load_model(path), path, kind)
 
 
@@ -169,6 +174,43 @@ def test_config_of_another_version(saved, capsys):
     """A config with a field that this version does not know: a traceback instead of a sentence."""
     rewrite(saved[0], lambda tensors, meta: meta["config"].update(dropout=0.1))
     refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "dropout")
+
+
+NONE = float("nan")                                                    # no number
+
+
+@pytest.mark.parametrize("place, name, values", [
+    ((), "parameters", (-1, 1.5, "7", None, [], NONE)), ((), "step", (-1, "x", NONE)),
+    ((), "elapsed", (-0.5, [])),
+    (("metrics",), "val_loss", ("3.5", None, [1.0], NONE, float("inf"))),
+    (("metrics",), "top1", (0.5, None, [0.5, "x"], [NONE])), ((), "metrics", (None, 3, [1])),
+    (("config",), "n_layer", (0, -1, 1.5, True, "2", 10**6)), (("config",), "eps", ("x", -1.0, NONE)),
+    (("config",), "style", ("bert", 1)), (("config",), "tied", (1, None)), ((), "config", ([], 7, None))])
+def test_numbers_that_make_no_sense(place, name, values, saved, capsys):
+    """A traceback, or another model, from a number that nobody looked at where the file was read."""
+    whole = open(saved[0], "rb").read()
+    for value in values:
+        tensors, meta = plumbing.checkpoint.load(saved[0], "", "")
+        tensors = {k: v.clone() for k, v in tensors.items()}           # they lie in the file
+        at = meta
+        for key in place:
+            at = at[key]
+        at[name] = value
+        save_file(tensors, saved[0], metadata={"meta": json.dumps(meta)})                # save refuses NaN
+        refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0])
+        with open(saved[0], "wb") as f:
+            f.write(whole)
+    plumbing.checkpoint.load_model(saved[0])
+
+
+def test_another_tokenizer_in_the_file(saved, capsys):
+    """A tokenizer that has lost a token: each id behind it means another word, the last one has no row."""
+    for change in (lambda ranks: ranks.pop(), lambda ranks: ranks.append("eHl6eQ==")):
+        whole = open(saved[0], "rb").read()
+        rewrite(saved[0], lambda tensors, meta: change(meta["tokenizer"]["ranks"]))
+        refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "400 rows")
+        with open(saved[0], "wb") as f:
+            f.write(whole)
 
 
 @pytest.mark.parametrize("broken", ["replace", "save_file", "half", "interrupt"])
@@ -209,3 +251,55 @@ def test_save_refuses_what_json_cannot_say(saved):
         with pytest.raises((ValueError, TypeError)):
             plumbing.checkpoint.save(saved[0], {"w": torch.zeros(2)}, {"loss": wrong})
     assert open(saved[0], "rb").read() == before and len(os.listdir(os.path.dirname(saved[0]))) == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Where drafters of a pretrained backbone live
+
+def test_a_folder_has_one_name(tmp_path, monkeypatch, capsys):
+    """Catches drafters that are written over others', or outside OUT, as a folder is named in another way."""
+    model = tmp_path / "models" / "tiny-chat"
+    (model / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    of = lambda backbone: plumbing.checkpoint.out_folder("x", backbone)
+    for where, names in {tmp_path: ["models/tiny-chat", "./models//tiny-chat/", "link", "link/", "~/link",
+                                    "~/models/tiny-chat/.", str(model), "models/../models/tiny-chat"],
+                         model: [".", "./", "./.", "../tiny-chat", "sub/.."], model / "sub": ["..", "../"],
+                         tmp_path / "link": [".", "../tiny-chat"]}.items():
+        monkeypatch.chdir(where)
+        for name in names:
+            assert of(name) == os.path.join("x", "tiny-chat"), name
+    monkeypatch.chdir(tmp_path)
+    for name, last in (("x.gguf", "x"), ("~/x.gguf", "x"), ("gpt2", "gpt2"), ("some/model", "model"),
+                       ("smollm2", "smollm2"), ("some/model/", "model")):
+        assert of(name) == os.path.join("x", last)
+    assert of("") == "x"
+    for name in ("/", "//", "no/..", "no/../.."):
+        refused(capsys, lambda: of(name), "--backbone")
+
+
+def test_differences():
+    """
+    A rule for what goes on with what that overlooks a value inside another, a name that one side lacks, or
+    takes for different what a file only keeps in another form.
+    """
+    differences = plumbing.checkpoint.differences
+    own = dict(groups=3, deep=dict(x=[1, 2]))
+    new = dict(steps=12, name="a", own=own, nothing=None, pair=(1, 2), empty={})
+    kept = json.loads(json.dumps(new)) | dict(versions="whatever else the file says")
+    assert differences(kept, new) == ""
+    assert differences({k: v for k, v in kept.items() if v}, new) == ""        # what is missing is None
+    assert differences(kept, new | dict(steps=13)) == "steps (12, now 13)"
+    other = new | dict(own=dict(groups=3, deep=dict(x=[1, 3])))
+    assert differences(kept, other) == "own.deep.x ([1, 2], now [1, 3])"
+    assert differences(kept, new | dict(own={})) == "own.groups (3, now None), own.deep.x ([1, 2], now None)"
+    assert differences(kept, new | dict(data="ab")) == "data (None, now ab)"
+    old = kept | dict(nothing=0, steps=None)
+    assert differences(old, new) == "steps (None, now 12), nothing (0, now None)"
+    for junk in (None, [], 3, "x", {"own": 3}, {"own": [1]}):                   # a file may say anything
+        assert "own" in differences(junk, new) and "steps (None, now 12)" in differences(junk, new)
+    many = {f"n{i}": i for i in range(20)}
+    assert differences({}, many).endswith("n5 (None, now 5) and 14 more")
+    assert "x" * 50 not in differences({}, {"x": "x" * 99})
