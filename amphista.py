@@ -70,6 +70,11 @@ class Config:
     batch_size: int = arg(4, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more."""
+        return self.n_heads + 2
+
 
 # --------------------------------------------------------------------------------------------------
 # Modules
@@ -82,19 +87,19 @@ class Net(nn.Module):
         super().__init__()
         C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
-        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
         self.layer_cfg = replace(target.cfg, style="llama", qkv_bias=False, n_ffn=cfg.n_ffn or C,
                                  head_dim=target.cfg.head_dim + target.cfg.head_dim % 2,   # to be rotated: even
-                                 n_layer=max(1, cfg.stages))           # n_layer sizes the KV cache of the stages
+                                 n_layer=max(1, cfg.stages))        # n_layer sizes the KV cache of the stages
         self.fc = nn.ModuleList(nn.Linear(2 * C if cfg.token else C, C, bias=False) for _ in range(cfg.stages))
         self.layers = nn.ModuleList(Block(self.layer_cfg) for _ in range(cfg.stages))
-        n_first = self.K // 2 if cfg.stages == 2 else 0                # so many heads read stage 1, the others the last
+        n_first = self.K // 2 if cfg.stages == 2 else 0      # so many heads read stage 1, the others the last
         self.proj = nn.ModuleList(nn.Linear(C, n * C) for n in (n_first, self.K - n_first) if n)
         self.block = Block(self.layer_cfg) if cfg.block else None
         self.place = nn.Parameter(torch.zeros(self.K, C)) if cfg.block and cfg.position else None
         for fc in self.fc:
-            nn.init.eye_(fc.weight)                                    # FC = [1 0] passes s through, not yet e
+            nn.init.eye_(fc.weight)                                   # FC = [1 0] passes s through, not yet e
         for layer in [*self.layers, *filter(None, [self.block])]:
             nn.init.zeros_(layer.attn.out.weight)                      # residual branches add nothing:
             nn.init.zeros_(layer.mlp.down.weight)                      # s1, s2, z and y start as h_t ...
@@ -103,8 +108,9 @@ class Net(nn.Module):
             nn.init.zeros_(proj.bias)                                  # ... and every head as the lm_head
         self.out = None
         if not cfg.share_head:
-            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))                    # (K, V, C), a copy
-        like = target.rotary or Rotary(frequencies(self.layer_cfg), target.cfg.block_size)   # gpt2 rotates nothing
+            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))         # (K, V, C), a copy
+        # gpt2 rotates nothing
+        like = target.rotary or Rotary(frequencies(self.layer_cfg), target.cfg.block_size)
         self.rotary = Rotary(like.freq, like.most, like.scale)
 
     def adapt(self, h, x, target, cache=None):  # (B, T, C), (B, T) -> one (B, T, C) for each stage
@@ -126,12 +132,12 @@ class Net(nn.Module):
 
     def forward(self, stages, target):  # one (M, C) for each stage -> (M, K, V)
         C = stages[0].size(-1)
-        read = stages[-len(self.proj):]                                # the first heads read stage 1, the others the last
+        read = stages[-len(self.proj):]                    # the first heads read stage 1, the others the last
         parts = [s.unsqueeze(1) + F.silu(proj(s)).unflatten(1, (-1, C)) for s, proj in zip(read, self.proj)]
         z = torch.cat(parts, 1)                                        # (M, K, C)
         if self.place is not None:
             z = z + self.place
-        if self.block is not None:                                     # the anchors are its batch: none sees another
+        if self.block is not None:                              # the anchors are its batch: none sees another
             z = self.block(z, causal=not self.cfg.bidirectional)       # bidirectional: no mask at all
         if self.out is None:
             return self.head(z, target)
@@ -153,7 +159,7 @@ def guesses(net, target, x):
     B, T, C = h.shape
     stages = net.adapt(h[:, :-1], x[:, 1:], target)                    # (B, T-1, C) each, over the whole text
     at = torch.arange(T - 1, device=x.device).expand(B, -1)            # (B, A) anchors t
-    if net.training and 0 < net.cfg.anchors < T - net.K - 1:           # what follows costs more than the stages
+    if net.training and 0 < net.cfg.anchors < T - net.K - 1:         # what follows costs more than the stages
         at = torch.rand(B, T - net.K - 1).topk(net.cfg.anchors).indices.to(x.device)
         stages = [s.gather(1, at[..., None].expand(-1, -1, C)) for s in stages]  # (B, A, C) each
     logits = net([s.flatten(0, 1) for s in stages], target).unflatten(0, (B, -1))  # (B, A, K, V)
@@ -181,7 +187,7 @@ def loss(net, target, x):
 # --------------------------------------------------------------------------------------------------
 # Draft
 
-WINDOW = 256                                                           # rotary positions are relative: the cache may start anywhere
+WINDOW = 256                                     # rotary positions are relative: the cache may start anywhere
 
 
 class Drafter:
@@ -202,14 +208,15 @@ class Drafter:
 
     def observe(self, tokens, hidden, cache):
         """tokens (T,) became text; hidden (T, C) are the target's states for them."""
-        self.tokens += tokens[-WINDOW:]                                # since the last draft: these tokens ...
+        self.tokens += tokens[-WINDOW:]                               # since the last draft: these tokens ...
         self.h.append(hidden[-WINDOW:])                                # ... and their hidden states, (T, C)
         self.n += len(tokens)                                          # the root stands at position n
 
     def draft(self, root, sampler, limit=None):
         """-> a Tree of at most limit nodes of what may follow root, the token at position n, as all K heads see it."""
         h = torch.cat(self.h).unsqueeze(0)                             # (1, T, C)
-        x = torch.tensor([self.tokens[1:] + [root]], device=h.device)  # (1, T) the root completes the last pair
+        # (1, T) the root completes the last pair
+        x = torch.tensor([self.tokens[1:] + [root]], device=h.device)
         stages = self.net.adapt(h, x, self.target, self.cache)
         self.cache.keep(range(len(self.tokens)))
         self.tokens, self.h = [], []
@@ -232,7 +239,7 @@ def train(cfg, target, run):
         total, _ = loss(net, target, x)
         opt.zero_grad(set_to_none=True)
         total.backward()
-        run.sync(net, total)                                           # mean gradient of all processes, clipped
+        run.sync(net, total)                                         # mean gradient of all processes, clipped
         opt.step()
     return net
 

@@ -71,6 +71,11 @@ class Config:
     batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
 
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more."""
+        return self.n_heads + 2
+
 
 # --------------------------------------------------------------------------------------------------
 # Modules
@@ -82,7 +87,7 @@ class Net(nn.Module):
         super().__init__()
         C, L, K = target.cfg.n_embd, target.cfg.n_layer, cfg.n_heads
         self.cfg, self.K = cfg, K
-        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))                     # W_k
         for proj in self.proj:
             nn.init.eye_(proj.weight) if cfg.init == "identity" else nn.init.normal_(proj.weight, std=C**-0.5)
@@ -95,11 +100,11 @@ class Net(nn.Module):
             raise ValueError(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, from 0 to {L - 1}")
         if cfg.source == "previous" and layers != sorted(layers):
             raise ValueError(f"--layers {cfg.layers}: with --source previous no state can be made below the one before it")
-        order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])                    # k in the order of joining
+        order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])               # k in the order of joining
         self.order, self.slot = np.array(order), [order.index(k) for k in range(1, K + 1)]
-        i, j = self.order[:, None], self.order                                          # state i looks at state j
+        i, j = self.order[:, None], self.order                                      # state i looks at state j
         self.sees = i == j if cfg.blind else i >= j                                     # (K, K)
-        self.first = min(layers)                                                        # below it: real rows only
+        self.first = min(layers)                                                    # below it: real rows only
 
     def layout(self, target, n, real):
         """
@@ -181,18 +186,19 @@ def guesses(net, target, x):
     """
     T, K, some = x.size(1), net.K, net.cfg.anchors
     assert T > K + 1, f"{T} tokens are too few for {K} draft positions"
-    at = torch.arange(T - 2)                                           # anchors with at least one token to guess
+    at = torch.arange(T - 2)                                        # anchors with at least one token to guess
     if net.training and some > 0:                                      # with K; the same in all sequences
         at = torch.randperm(T - K - 1)[:some].sort().values
     h, cache = context(target, x)
     L = target.cfg.n_layer
-    parts = [transfer(net, target, h, cache, part)[L] for part in at.split(64)]        # anchors never see each other
+    # anchors never see each other
+    parts = [transfer(net, target, h, cache, part)[L] for part in at.split(64)]
     states = torch.cat(parts, 2)                                       # (B, K, A, C)
     for k in range(1, K + 1):
-        n = at[at < T - k - 1].to(x.device)                            # their token k + 1 places on is in the text
+        n = at[at < T - k - 1].to(x.device)                       # their token k + 1 places on is in the text
         with torch.no_grad():
             own = net.head(target.norm(h[-1][:, n + k]), target)       # (B, A, V)  teacher forcing
-        guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)                  # (B, A, V)
+        guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)                 # (B, A, V)
         yield guess.flatten(0, 1), net.head.draft_ids(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
 
 
@@ -202,7 +208,7 @@ def loss(net, target, x):
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
         if cfg.hard < 1 and cfg.kl == "forward":
-            error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))     # KL + the target's own entropy
+            error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))   # KL + the target's own entropy
         elif cfg.hard < 1:
             p, q = own.log_softmax(-1), guess.log_softmax(-1)          # sum_v q (log q - log p)
             error = (1 - cfg.hard) * F.kl_div(p, q, log_target=True, reduction="batchmean")
@@ -236,7 +242,8 @@ class Drafter:
         self.fixed = groups is not None
         self.groups = min(groups if self.fixed else MOST_GROUPS, self.capacity)        # at most, unless fixed
         self.cache_rows = self.capacity + max(1, self.groups) * net.K
-        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths at the likeliest node, the 2nd, .., elsewhere
+        # paths at the likeliest node, the 2nd, .., elsewhere
+        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -264,7 +271,8 @@ class Drafter:
     def target_forward(self, target, idx, pos, mask, cache, tree, carry=True):
         """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
         net, N = self.net, idx.size(1)
-        self.tree, self.ranked = tree, self.likely_ends(tree) if tree else []          # a prompt's group is made behind it
+        # a prompt's group is made behind it
+        self.tree, self.ranked = tree, self.likely_ends(tree) if tree else []
         self.ends = sorted(self.ranked[:self.n_groups()]) if carry else []
         x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
         anchors, all_pos, all_mask = None, pos, mask
@@ -274,26 +282,28 @@ class Drafter:
             real = np.pad(real, ((0, 0), (0, len(behind))))            # real rows look at no pseudo row
             all_pos, all_mask = torch.cat((pos, behind)), torch.cat((torch.from_numpy(real).to(look.device), look))
             anchors = lambda l, x: x.index_select(1, at)
-        self.states = net(target, x, anchors, all_pos, all_mask, cache)                # (1, N + pseudo rows, C) each
-        hidden = target.norm(self.states[target.cfg.n_layer][:, :N])   # pseudo keys, behind the nodes', are not kept
-        if self.ends and hidden.isnan().any():                         # no mask hides a NaN: once more without pseudo rows
+        self.states = net(target, x, anchors, all_pos, all_mask, cache)         # (1, N + pseudo rows, C) each
+        # pseudo keys, behind the nodes', are not kept
+        hidden = target.norm(self.states[target.cfg.n_layer][:, :N])
+        if self.ends and hidden.isnan().any():            # no mask hides a NaN: once more without pseudo rows
             return self.target_forward(target, idx, pos, mask, cache, tree, carry=False)
         return hidden
 
     def observe(self, tokens, hidden, cache):
         """tokens (T,) became text: the pseudo states of the last of them are the next draft."""
         end = len(tokens) - 1                                          # the row of the last committed token
-        if self.tree is not None:                                      # follow the tokens down the tree, as in walk
+        if self.tree is not None:                                # follow the tokens down the tree, as in walk
             child = {(up, token): i for i, (up, token) in enumerate(zip(self.tree.parent, self.tree.tokens))}
             end = 0
             for token in tokens[1:]:
                 end = child[end, token]
             self.ended[min(self.ranked.index(end), len(self.ended) - 1)] += 1
-        net, L, self.n = self.net, self.target.cfg.n_layer, cache.length               # the root stands at n, its anchor at n - 1
+        # the root stands at n, its anchor at n - 1
+        net, L, self.n = self.net, self.target.cfg.n_layer, cache.length
         states, M, N, m = self.states, len(self.ends), len(tokens), 0
         if end in self.ends:
             m, N = self.ends.index(end), states[L].size(1) - net.K * M
-        else:                                                          # K rows behind the text, then forgotten
+        else:                                                         # K rows behind the text, then forgotten
             M, N, before = 1, 0, states
             pos, mask = net.layout(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
             states = net(self.target, before[L][:, :0], lambda l, x: before[l][:, end:end + 1], pos, mask, cache)

@@ -75,6 +75,11 @@ class Config:
         if self.warmup >= 1:
             raise ValueError(f"--warmup is a share of the training and must be below 1, not {self.warmup}")
 
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more."""
+        return self.n_heads + 2
+
 
 # --------------------------------------------------------------------------------------------------
 # Modules
@@ -86,16 +91,16 @@ class Net(nn.Module):
         super().__init__()
         C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
-        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.Linear(C, self.K * C)                           # W1 of all heads in one product
         nn.init.zeros_(self.proj.weight)                               # silu(0) = 0, so at the start ...
-        nn.init.zeros_(self.proj.bias)                                 # ... every head equals the target's lm_head
+        nn.init.zeros_(self.proj.bias)                            # ... every head equals the target's lm_head
         self.out = None
         if not cfg.share_head:
-            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))                    # W2 (K, V, C), a copy
+            self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))      # W2 (K, V, C), a copy
 
     def forward(self, h, target):  # (M, C) -> (M, K, V)
-        z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))                         # (M, K, C)
+        z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))                       # (M, K, C)
         if self.out is None:
             return self.head(z, target)
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
@@ -204,7 +209,7 @@ def joint_loss(joint, original, x, weight):
     """x (B, T) -> L_LM + weight * L_Medusa1 (eq. 2), L_LM, and the top-1 of each head (K,)."""
     h = joint.target.hidden(x)
     logits = joint.target.lm_head(h)                                   # (B, T, V)
-    if joint.net.cfg.lm == "kl":                                       # 2.3.2: labels it wrote itself would sharpen it
+    if joint.net.cfg.lm == "kl":                              # 2.3.2: labels it wrote itself would sharpen it
         with torch.no_grad():
             p = original(x)[0].log_softmax(-1)
         lm = F.kl_div(logits.log_softmax(-1), p, log_target=True, reduction="none").sum(-1).mean()
@@ -233,11 +238,12 @@ def train_jointly(cfg, net, target, run):
                              dict(params=list(joint.target.parameters()), lr=cfg.lr * cfg.backbone_lr)],
                             lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for x in run.steps(joint, [opt], lambda x: held_out(joint, target, x)):
-        done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)        # share of the joint training; below 0 in stage 1
+        # share of the joint training; below 0 in stage 1
+        done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)
         if done < 0:
-            total, _ = loss(net, target, x)                            # joint.target gets no gradient and is not touched
+            total, _ = loss(net, target, x)                 # joint.target gets no gradient and is not touched
         else:
-            if cfg.warmup:                                             # AdamW knows nothing of the backbone yet: start gently
+            if cfg.warmup:                             # AdamW knows nothing of the backbone yet: start gently
                 opt.param_groups[1]["lr"] *= min(1.0, 10 * done)
             ramp = {"none": 1.0, "linear": done, "sine": math.sin(done * math.pi / 2)}[cfg.ramp]
             total, _, _ = joint_loss(joint, target, x, cfg.heads_weight * ramp)
@@ -264,7 +270,7 @@ def walk_typical(tokens, parent, choice, p, epsilon, delta):
     target's distribution, and depends on the drafter.
 
     tokens, parent, choice  as for walk; choice is greedy
-    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Sampler.probabilities)
+    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Typical.probabilities)
 
     Returns what walk returns.
     """
@@ -272,7 +278,7 @@ def walk_typical(tokens, parent, choice, p, epsilon, delta):
     up = parent[1:]
     chance = p[up, tokens[1:]]                                         # (N - 1,) of every node after the root
     ok, chance = (chance > limit[up]).tolist(), chance.log().tolist()
-    reach = {0: (0, 0.0)}                                              # accepted node -> (depth, log p of its path)
+    reach = {0: (0, 0.0)}                                        # accepted node -> (depth, log p of its path)
     for i, (a, good, logp) in enumerate(zip(up, ok, chance), 1):
         if good and a in reach:
             reach[i] = reach[a][0] + 1, reach[a][1] + logp
@@ -298,8 +304,17 @@ class Typical:
         self.sampler, self.epsilon, self.delta = sampler, epsilon, delta
         self.greedy = Sampler(0.0, seed=sampler.seed, share=sampler.share)
 
+    def probabilities(self, logits):
+        """(N, V) -> (N, V): what a choice is a sample of, after temperature, top-k and top-p; one-hot at temperature 0."""
+        s = self.sampler
+        z = logits.double() if logits.dtype == torch.float64 else logits.float()
+        if s.temperature == 0:
+            return F.one_hot(z.argmax(-1), z.size(-1)).to(z.dtype)
+        z = s.filter(z)
+        return ((z - z.max(-1, keepdim=True).values) / s.temperature).softmax(-1)      # no overflow at a tiny one
+
     def __call__(self, tree, choice, logits):
-        p = self.sampler.probabilities(logits)
+        p = self.probabilities(logits)
         return walk_typical(tree.tokens, tree.parent, choice, p, self.epsilon, self.delta)
 
 

@@ -54,7 +54,7 @@ import torch.nn.functional as F
 
 from model import (GPT, MLP, Block, DraftHead, GPTConfig, KVCache, Rotary, additive, arg, attend, frequencies,
                    make_norm, rotate)
-from tree import Sampler, Tree, complete, plant_best_levels, plant_shape_levels
+from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,6 +80,11 @@ class Config:
     steps: int = arg(220, "optimiser steps", low=1)
     batch_size: int = arg(4, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
+
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more; a draft may go further than that."""
+        return 3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,7 +124,7 @@ class Net(nn.Module):
         if cfg.tli > c.n_layer or c.n_head % (cfg.n_kv_head or 1) or not 2 <= cfg.every_min <= cfg.every_max:
             raise ValueError(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
-        self.head = DraftHead(target, vocab)                           # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
                              head_dim=c.head_dim + c.head_dim % 2,     # to be rotated: even
                              n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
@@ -132,7 +137,7 @@ class Net(nn.Module):
         self.rotary = Rotary(frequencies(self.layer), c.block_size)    # of tokens, and of layers
         self.layer_rotary = Rotary(frequencies(over_layers), c.n_layer)
         for name, p in self.named_parameters():
-            if name.endswith(("out.weight", "down.weight")):           # residual branches add nothing at first
+            if name.endswith(("out.weight", "down.weight")):          # residual branches add nothing at first
                 nn.init.zeros_(p)
 
     def read(self, k, v, hidden):
@@ -162,7 +167,7 @@ class Net(nn.Module):
         cos, sin = rope
         T = x.size(1)
         x = self.sa(x, rope, mask, causal, sa)[:, -queries:]
-        x = self.ca(x, kv, (cos[-1:], sin[-1:]))                       # no mask: all that is cached is verified
+        x = self.ca(x, kv, (cos[-1:], sin[-1:]))                     # no mask: all that is cached is verified
         return self.finish(x, target, pos[-1:], mask if T == queries else None, cache=last)
 
 
@@ -186,12 +191,12 @@ def guesses(net, target, x):
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
-    look = sees                                                        # row t: verified j <= t, and own drafts
+    look = sees                                                       # row t: verified j <= t, and own drafts
     for k in range(1, net.K + 1):
-        n = max(0, T - k - 1)                                          # anchors t = 0 .. n-1, queries at t + k
+        n = max(0, T - k - 1)                                         # anchors t = 0 .. n-1, queries at t + k
         look = torch.cat((look[:n], alone[:n, :n]), -1)
         f = net.ca(s[:, k:T - 1], kv, net.rotary(slice(k, T - 1)), additive(sees[:n], h.dtype))
-        h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)                # (B, n, C)
+        h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)              # (B, n, C)
         cache.keep(range(n))                                           # the deeper drafts will look at these
         yield net.head(h, target).flatten(0, 1), net.head.draft_ids(x[:, k + 1:]).flatten(), own[:, k:-1].flatten(0, 1)
 
@@ -207,19 +212,19 @@ def loss(net, target, x, progress=1.0):
     with torch.no_grad():
         cache = target.new_cache(T, B)
         deep = target.run(target.embed(x, t), t, None, cache, 0, split)                      # into layer L-N
-        h = target.norm(target.run(deep, t, None, cache, split))                                     # (B, T, C)
+        h = target.norm(target.run(deep, t, None, cache, split))                                   # (B, T, C)
     every = torch.randint(cfg.every_min, cfg.every_max + 1, (B, 1), device=x.device)
     prompt = torch.randint(2, max(3, T // 2 + 1), (B, 1), device=x.device)
     verified = (t < prompt) | (t % every == 0)                         # (B, T)
     start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified position before i
     seen = start if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
     before, mask = t <= t[:, None], None
-    if cfg.staircase and progress < 0.5:                               # SA of some samples sees start+1 .. i only
+    if cfg.staircase and progress < 0.5:                           # SA of some samples sees start+1 .. i only
         wide = torch.rand(B, 1, 1, device=x.device) >= 1 - 2 * progress
         mask = before & (wide | (t > start[..., None]) | (t == t[:, None]))        # and x[0] itself
         mask = additive(mask[:, None], h.dtype)                        # (B, 1, T, T)
     s = net.sa(target.embed(x, t), rope, mask, causal=mask is None)
-    sees = t <= seen[..., None]                                        # (B, T, T)  query i sees s_j, j <= start(i)
+    sees = t <= seen[..., None]                                   # (B, T, T)  query i sees s_j, j <= start(i)
     kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
     f = net.ca(s, kv, rope, additive(sees[:, None], h.dtype))          # (B, T, C)
 
@@ -228,7 +233,7 @@ def loss(net, target, x, progress=1.0):
         guess = f
     elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
         look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
-        def write(layer, k, v):                                        # a KVCache would overwrite what autograd needs
+        def write(layer, k, v):                                # a KVCache would overwrite what autograd needs
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
         guess = net.finish(f, target, t, additive(look[:, None], h.dtype), cache=SimpleNamespace(write=write))
     else:                                                              # true inputs where verified, else own
@@ -244,7 +249,7 @@ def loss(net, target, x, progress=1.0):
     total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * distance
 
     right = logits.argmax(-1) == F.pad(net.head.draft_ids(x[:, 1:]), (0, 1), value=-1)[count]
-    past = (t - start).masked_fill(t == T - 1, 0)[count]               # so far past the last verified token; what follows
+    past = (t - start).masked_fill(t == T - 1, 0)[count]   # so far past the last verified token; what follows
     top1 = []                                                          # the last one is not known
     for k in range(1, net.K + 1):
         top1.append((right & (past == k)).sum() / (past == k).sum().clamp(min=1))
@@ -269,7 +274,8 @@ class Drafter:
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
         self.capacity, self.depth = capacity, depth or net.K
         self.measured = not depth                                      # else all levels that were asked for
-        self.reach = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0  # a level in forwards: its layers
+        # a level in forwards: its layers
+        self.reach = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
         self.drafts = self.breadth * self.depth                        # room for the rows behind the root
         if shape:
@@ -309,7 +315,7 @@ class Drafter:
     def forward(self, tokens, at, mask, causal, queries):
         """Tokens at positions at through SA; the last ones, all at one position, to the end -> (queries, V)."""
         net, target, pos = self.net, self.target, self.pos[at]
-        x = target.embed(torch.tensor([tokens], device=pos.device), pos)                             # (1, T, C)
+        x = target.embed(torch.tensor([tokens], device=pos.device), pos)                           # (1, T, C)
         x = net.level(x, net.rotary(at), pos, mask, causal, self.sa, self.kv, target, self.last, queries)
         self.sa.length += len(tokens)
         if self.last:
@@ -319,7 +325,7 @@ class Drafter:
     def catch_up(self, tokens):
         """SA reads what it has not seen of the text and these tokens behind it -> logits (1, V) for what follows the last."""
         end = len(self.text) + len(tokens)
-        self.sa.crop(min(self.sa.length, end - 1))                     # if asked twice, the other last token goes
+        self.sa.crop(min(self.sa.length, end - 1))                 # if asked twice, the other last token goes
         new = (self.text + tokens)[self.sa.length:]
         how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), *how, 1)
@@ -335,7 +341,7 @@ class Drafter:
 
     def draft(self, root, sampler, limit=None):
         """-> a Tree of at most limit nodes of what may follow root, which stands at position S behind the text."""
-        S, levels = len(self.text), 0
+        S, run = len(self.text), 0                                     # levels that were run
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.capacity < 2:
             return Tree([root], [-1], [1.0])
@@ -343,19 +349,20 @@ class Drafter:
         began = time.perf_counter()
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
-            nonlocal levels
-            levels += 1
+            nonlocal run
+            run += 1
             return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), False, len(tokens))
+        levels = Levels(step, logits, sampler, S)
         if self.shape:
-            tree = plant_shape_levels(root, logits, step, sampler, S, depth, self.shape)
+            tree = plant_shape_levels(root, levels, depth, self.shape)
         else:
-            tree = plant_best_levels(root, logits, step, sampler, S, depth, self.breadth, limit or self.capacity,
-                                     self.floor, self.reach)
+            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity, self.floor, self.reach)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)
-        if self.measured and self.target.seconds and levels:           # (a level waits for the device: its clock is right)
-            share = (time.perf_counter() - began) / levels / self.target.seconds[0]
+        # (a level waits for the device: its clock is right)
+        if self.measured and self.target.seconds and levels:
+            share = (time.perf_counter() - began) / run / self.target.seconds[0]
             self.reach += 0.1 * (min(share, 1.0) - self.reach)
         return tree
 
@@ -379,7 +386,7 @@ def train(cfg, target, run):
         total, _ = loss(net, target, x, run.progress())
         opt.zero_grad(set_to_none=True)
         total.backward()
-        run.sync(net, total)                                           # mean gradient of all processes, clipped
+        run.sync(net, total)                                         # mean gradient of all processes, clipped
         opt.step()
     return net
 

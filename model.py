@@ -89,7 +89,8 @@ class Rotary(nn.Module):
         with torch.inference_mode(False):                              # training may use the table as well
             angle = torch.outer(torch.arange(min(2 * n, self.most), device=self.freq.device), self.freq)
             cos, sin = (self.scale * angle.cos()).float(), (self.scale * angle.sin()).float()
-            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))     # see rotate: sin is signed
+            # see rotate: sin is signed
+            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
             self.table = table.to(self.table)
 
     def forward(self, at):  # (T,) or (B, T) positions, or a slice of them -> cos and sin (.., T, D)
@@ -136,14 +137,14 @@ def attend(q, k, v, mask=None, causal=False):
     return y.reshape(B, H, T, D)
 
 
-PAGE = 256                                                             # positions of a page, see attend_exactly
+PAGE = 256                                                           # positions of a page, see attend_exactly
 
 
 @dataclass
 class Exact:
     """How many rows make a row's result independent of its neighbours', bit for bit; measured in plumbing/exact.py."""
-    product: int                                                       # a matrix product's rows: a multiple of this
-    attention: int = 0                                                 # attention's over whole pages; 0 = all in float64
+    product: int                                                 # a matrix product's rows: a multiple of this
+    attention: int = 0                                      # attention's over whole pages; 0 = all in float64
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Part:
     rows: slice
     text: int
     end: int
-    mask: torch.Tensor | None                                          # (H/G * rows, end - text), additive, float64
+    mask: torch.Tensor | None                                    # (H/G * rows, end - text), additive, float64
 
 
 def attend_exactly(q, k, v, parts, exact):
@@ -170,7 +171,7 @@ def attend_exactly(q, k, v, parts, exact):
     B, H, T, D = q.shape
     out = []
     for part in parts:
-        x = q[:, :, part.rows].reshape(B, k.size(1), -1, D)                              # (1, G, H/G * rows, D)
+        x = q[:, :, part.rows].reshape(B, k.size(1), -1, D)                            # (1, G, H/G * rows, D)
         page = x.double(), k[:, :, part.text:part.end].double(), v[:, :, part.text:part.end].double()
         if not part.text:
             y = F.scaled_dot_product_attention(*page, attn_mask=part.mask)
@@ -207,7 +208,7 @@ class Attention(nn.Module):
             qk = rotate(qk, *rope)
         q, k = qk[:, :H], qk[:, H:]
         if exact is not None:
-            real, parts, how = exact                                   # rows from real on only fill up the products
+            real, parts, how = exact                             # rows from real on only fill up the products
             k, v = cache.write(layer, k[:, :, :real], v[:, :, :real])
             y = attend_exactly(q, k, v, parts, how)
         else:
@@ -219,12 +220,13 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU (llama) or GELU (gpt2)."""
-    wide = False                                                       # activation in float64, for exact decoding
+    wide = False                                                   # activation in float64, for exact decoding
 
     def __init__(self, cfg):
         super().__init__()
         self.swiglu = cfg.style == "llama"
-        self.up = nn.Linear(cfg.n_embd, cfg.n_ffn * (2 if self.swiglu else 1), bias=not self.swiglu)  # gate and up in one
+        # gate and up in one
+        self.up = nn.Linear(cfg.n_embd, cfg.n_ffn * (2 if self.swiglu else 1), bias=not self.swiglu)
         self.down = nn.Linear(cfg.n_ffn, cfg.n_embd, bias=not self.swiglu)
 
     def forward(self, x):  # (B, T, C) -> (B, T, C)
@@ -237,7 +239,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    def forward(self, x):                                              # under autocast the weight follows x: one fused kernel
+    def forward(self, x):                              # under autocast the weight follows x: one fused kernel
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -309,12 +311,12 @@ class KVCache:
 class GPT(nn.Module):
     """Decoder-only transformer. Everything a drafter needs has a name: embed, run (a range of layers), norm, lm_head."""
     compiled = ("layers",)                                             # what --compile compiles
-    exact, exactness = None, "not exact"                               # an Exact: decode bit for bit alike, and in words
-    seconds = None                                                     # (fixed, slope): a forward of n rows takes fixed + slope n
+    exact, exactness = None, "not exact"                    # an Exact: decode bit for bit alike, and in words
+    seconds = None                                 # (fixed, slope): a forward of n rows takes fixed + slope n
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.scaled = cfg, False                             # scaled: rotary frequencies that cfg cannot say
+        self.cfg, self.scaled = cfg, False                    # scaled: rotary frequencies that cfg cannot say
         C, V = cfg.n_embd, cfg.vocab_size
         self.wte = nn.Embedding(V, C)
         self.wpe = nn.Embedding(cfg.block_size, C) if cfg.style == "gpt2" else None
@@ -325,7 +327,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         self.rotary = Rotary(frequencies(cfg), cfg.block_size) if cfg.style == "llama" else None
         for name, p in self.named_parameters():
-            if p.dim() > 1:                                            # GPT-2's: residual outputs shrink with depth
+            if p.dim() > 1:                                      # GPT-2's: residual outputs shrink with depth
                 shrink = math.sqrt(2 * cfg.n_layer) if name.endswith(("out.weight", "down.weight")) else 1
                 nn.init.normal_(p, std=0.02 / shrink)
             elif name.endswith("bias"):
@@ -363,7 +365,7 @@ class GPT(nn.Module):
         if mask is not None:
             return additive(mask, dtype), False
         if T == 1:
-            return None, False                                         # the only new row may look at everything
+            return None, False                                       # the only new row may look at everything
         if S == 0:
             return None, True
         return additive(torch.ones(T, S + T, dtype=torch.bool, device=self.wte.weight.device).tril(S), dtype), False
@@ -373,7 +375,7 @@ class GPT(nn.Module):
         T, group = x.size(1), self.cfg.n_head // self.cfg.n_kv_head
         layers = range(start, self.cfg.n_layer if stop is None else stop)
         if self.exact and cache is not None and x.size(0) == 1:
-            fill = -T % self.exact.product                             # copies of the last row, which nobody reads
+            fill = -T % self.exact.product                        # copies of the last row, which nobody reads
             if fill:
                 x = torch.cat((x, x[:, -1:].expand(-1, fill, -1)), 1)
                 pos = torch.cat((pos, pos[-1:].expand(fill)))
@@ -385,7 +387,7 @@ class GPT(nn.Module):
         mask, causal = self.attention_mask(T, mask, cache, x.dtype)
         if mask is not None and group > 1:
             mask = per_query(mask, group)                              # once, not in every layer
-        through = partial(GPT.layers, self) if causal else self.layers                   # a prompt is not worth a compilation
+        through = partial(GPT.layers, self) if causal else self.layers   # a prompt is not worth a compilation
         return through(x, self.rope(pos), mask, causal, cache, layers.start, layers.stop)
 
     def layers(self, x, rope, mask, causal, cache, start, stop):
@@ -399,7 +401,7 @@ class GPT(nn.Module):
         if mask is None:                                               # a text: each page of it is a part
             ends = [end - S for end in range((S // page + 1) * page, S + T, page)] + [rows]
             looks = torch.ones(rows, S + T, dtype=torch.bool, device=self.wte.weight.device).tril(S) if T > 1 else None
-        else:                                                          # a tree, which stays in its page (reach)
+        else:                                                        # a tree, which stays in its page (reach)
             ends, looks = [rows], torch.cat((mask, mask[-1:].expand(rows - T, -1)))
         out, first = [], 0
         for last in ends:
@@ -451,13 +453,14 @@ class DraftHead(nn.Module):
         super().__init__()
         matrix = row_of = None
         if ids is not None:
-            w = target.lm_head.weight.detach()                         # only now: a packed one is unpacked for it
+            w = target.lm_head.weight.detach()                     # only now: a packed one is unpacked for it
             row_of = torch.full((len(w),), -100).scatter_(0, ids.cpu(), torch.arange(len(ids))).to(w.device)
             ids = ids.to(w.device)
             matrix = w[ids]                                            # (N, C), a copy
         self.register_buffer("ids", ids)                               # saved with the drafter; None is not
         self.register_buffer("lm_rows", matrix, persistent=False)      # lm_head's for ids, or None
-        self.register_buffer("row_of", row_of, persistent=False)       # (V,) token -> its row there, -100 if it has none
+        # (V,) token -> its row there, -100 if it has none
+        self.register_buffer("row_of", row_of, persistent=False)
 
     def forward(self, z, target):  # (.., C) -> (.., V), or (.., N) logits for ids
         if self.ids is None:

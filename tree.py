@@ -1,33 +1,25 @@
 r"""
 Token trees: the target's choice, the walk along it, and the decode loop that every method shares.
 
-Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T times a row
-         of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward of the target
-         with a tree mask gives the target's choice after every node, and we walk down while a child carries the choice.
-         Every emitted token is the target's own, so a drafter changes how many tokens a step yields, never which.
+Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T
+         times a row of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward
+         of the target with a tree mask gives the target's choice after every node, and we walk down while a child
+         carries the choice. Every emitted token is the target's own: a drafter changes how many a step yields, never
+         which.
 
              root x          tree mask     x a b c        target's choice after    x   a   b   c
              /    \                     x  1 . . .                                 b   e   c   d
             a      b                    a  1 1 . .
-                   |                    b  1 . 1 .        walk: x -> b -> c, then d is no child:
-                   c                    c  1 . 1 1        emit b c d (two accepted, one bonus token), next root d
+                   |                    b  1 . 1 .        walk: x -> b -> c, then d is no child: emit b c d
+                   c                    c  1 . 1 1        (two accepted, one bonus token), next root d
 
-Maths    x_t = argmax_v [ z_t(v) + T g_t(v) ]  is a sample of softmax(z_t / T)   (Gumbel-max; Daliri, Musco, Suresh 2024,
-         arXiv:2408.07978, call the sharing of g drafter-invariant speculative decoding)
+Maths    x_t = argmax_v [ z_t(v) + T g_t(v) ]  is a sample of softmax(z_t / T)                  (Gumbel-max)
+         Sharing g: drafter-invariant speculative decoding (Daliri, Musco, Suresh 2024, arXiv:2408.07978)
          tau = new tokens / target forwards after the prompt's, 1 <= tau <= depth + 1
 
 Shapes   N nodes of a tree (root included), K draft positions, V vocabulary, S cached tokens
 
-A drafter is any object with (the whole contract of a method stands in plumbing/contract.py)
-
-    cache_rows                             most cache rows that it writes behind the text in one forward (its largest tree)
-    start(target, max_len)                 forget the last text; at most max_len tokens follow
-    observe(tokens, hidden, cache)         the last forward made these tokens text: list (T,), their hidden states (T, C),
-                                           and the target's cache, whose last T rows they are
-    draft(root, sampler, limit) -> Tree    guess what follows root, the last emitted token, which is not yet in the cache;
-                                           limit: most nodes, None = as many as it was made for
-    target_forward(target, idx, pos, mask, cache, tree) -> hidden     optional: run the target itself (Hidden Transfer)
-    budget                                 optional: a plumbing.budget.Budget, which says the limit of every draft
+A drafter is any object that plumbing/contract.py describes: start, observe what became text, draft a tree.
 """
 import heapq
 import math
@@ -36,7 +28,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 
 # --------------------------------------------------------------------------------------------------
@@ -57,15 +48,16 @@ class Sampler:
                             (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")):
             if not ok:
                 raise ValueError(message)
-        temperature = 0.0 if temperature < 1e-30 else temperature      # single precision cannot divide by less
+        temperature = 0.0 if temperature < 1e-30 else temperature     # single precision cannot divide by less
         self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
-        self.drawn = {}                                                # position -> its noise, until the text has passed it
+        self.drawn = {}                                  # position -> its noise, until the text has passed it
 
     def noise(self, t, V, like):
         """(V,) Gumbel noise for the token at position t: a function of (seed, t) alone. Drawn on the CPU in float64."""
         if (t, V) not in self.drawn:
             rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, t], dtype=np.uint64)))
-            g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))   # -log Exp(1) is Gumbel
+            # -log Exp(1) is Gumbel
+            g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))
             self.drawn[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
         return self.drawn[t, V]
 
@@ -81,7 +73,7 @@ class Sampler:
         if self.top_p < 1:
             top, order = z.sort(descending=True, stable=True)
             p = ((top - top[..., :1]) / self.temperature).softmax(-1)
-            drop = p.cumsum(-1) - p >= self.top_p                      # the tokens before it hold top_p already
+            drop = p.cumsum(-1) - p >= self.top_p                    # the tokens before it hold top_p already
             drop[..., 0] = False
             z = z.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
         return z
@@ -93,14 +85,6 @@ class Sampler:
             return z
         g = torch.stack([self.noise(t, z.size(-1), z) for t in positions])
         return self.filter(z) + self.temperature * g
-
-    def probabilities(self, logits):
-        """(N, V) -> (N, V): what a choice is a sample of, after temperature, top-k and top-p; one-hot at temperature 0."""
-        z = logits.double() if logits.dtype == torch.float64 else logits.float()
-        if self.temperature == 0:
-            return F.one_hot(z.argmax(-1), z.size(-1)).to(z.dtype)
-        z = self.filter(z)
-        return ((z - z.max(-1, keepdim=True).values) / self.temperature).softmax(-1)     # no overflow at a tiny temperature
 
     def choose(self, logits, positions):
         """(N, V), N positions -> list of the N choices. Raises FloatingPointError on NaN, which no token can answer."""
@@ -119,8 +103,10 @@ class Sampler:
 # Trees
 
 class Tree:
-    """tokens (N,) of each node, node 0 the root; parent (N,), parent[i] < i, -1 for the root; value (N,) or None: what the
-    drafter thinks of the path down to the node, as a probability."""
+    """
+    tokens (N,) of each node, node 0 the root; parent (N,), parent[i] < i, -1 for the root; value (N,) or None: what
+    the drafter thinks of the path down to the node, as a probability.
+    """
 
     def __init__(self, tokens, parent, value=None):
         self.tokens, self.parent, self.value = tokens, parent, value
@@ -131,14 +117,15 @@ class Tree:
     def __len__(self):
         return len(self.tokens)
 
-    def cut(self, depth):
-        """The same tree without the nodes below depth."""
-        if max(self.depth) <= depth:
-            return self
-        keep = [i for i, d in enumerate(self.depth) if d <= depth]
+    def take(self, keep):
+        """The tree of these nodes (ascending, each with its parent) alone."""
         new = {old: i for i, old in enumerate(keep)} | {-1: -1}
         return Tree([self.tokens[i] for i in keep], [new[self.parent[i]] for i in keep],
                     self.value and [self.value[i] for i in keep])
+
+    def cut(self, depth):
+        """The same tree without the nodes below depth."""
+        return self.take([i for i, d in enumerate(self.depth) if d <= depth]) if max(self.depth) > depth else self
 
 
 def tree_mask(parent, S=0):
@@ -174,34 +161,16 @@ class Shape:
         return out
 
 
-def chain(k):
-    """One path of k guesses."""
-    return Shape(list(range(-1, k)), [0] * (k + 1))
-
-
-def cartesian(*s):
-    """Every combination of the top s[0] guesses of position 1, top s[1] of position 2, ... (Medusa 2.1.2)"""
-    parent, rank, level = [-1], [0], [0]
-    for width in s:
-        start = len(parent)
-        for up in level:
-            parent += [up] * width
-            rank += range(width)
-        level = range(start, len(parent))
-    return Shape(parent, rank)
-
-
 def grow(p, limit, floor=0.0):
     """
-    The tree of at most limit nodes (root included) that is expected to be accepted furthest, if the guesses of different
-    positions are right independently: p[d][r] = P(guess r of draft position d + 1 is right), falling with r, and a node is
-    worth the product of p along its path. The best node next to the tree enters until the limit is reached or all are below floor.
+    The Shape of at most limit nodes (root included) that is expected to be accepted furthest, if guesses for different
+    positions are right independently. p[d][r] = P(guess r for draft position d + 1 is right), falling with r; a node is
+    worth the product of p along its path. The best node next to the tree enters, until all others are below floor.
 
-    With p averaged over a calibration text this is Medusa's sparse tree (2.3.3); with this step's probabilities it is the
-    best-first tree.
+    With p averaged over a calibration text: Medusa's sparse tree (2.3.3); with this step's: the best-first tree.
     """
     shape = Shape([-1], [0], [1.0])
-    heap = [(-p[0][0], 0, 0, 0)] if p else []                          # (-value, parent, draft position, rank)
+    heap = [(-p[0][0], 0, 0, 0)] if p else []                         # (-value, parent, draft position, rank)
     while heap and len(shape.parent) < limit:
         value, up, d, r = heapq.heappop(heap)
         if -value <= floor:
@@ -211,7 +180,7 @@ def grow(p, limit, floor=0.0):
         shape.value.append(-value)
         if r + 1 < len(p[d]):                                          # its next sibling ...
             heapq.heappush(heap, (-shape.value[up] * p[d][r + 1], up, d, r + 1))
-        if d + 1 < len(p):                                             # ... and its first child stand next to the tree now
+        if d + 1 < len(p):                                             # ... and its first child are next to it now
             heapq.heappush(heap, (value * p[d + 1][0], len(shape.parent) - 1, d + 1, 0))
     return shape
 
@@ -219,7 +188,7 @@ def grow(p, limit, floor=0.0):
 def plant(root, scores, shape=None, limit=16, floor=0.0):
     """
     A tree for draft positions that are guessed independently. scores (K, V), one row a position, from Sampler.rank.
-    shape fixes the topology; without one the best-first tree of this step's own probabilities is grown, of at most limit nodes.
+    shape fixes the topology; without one the best-first tree of this step is grown, of at most limit nodes.
     """
     K, V = scores.shape
     shape = shape and shape.limit(K, V)
@@ -235,89 +204,79 @@ def plant(root, scores, shape=None, limit=16, floor=0.0):
     return tree
 
 
-def best_guesses(logits, sampler, position, breadth):
-    """Logits (n, V) after n nodes, for the token at position -> for each node its best: lists of (token, draft probability)."""
-    scores = sampler.rank(logits, [position])                          # one row of noise: one position a level
-    top = scores.topk(breadth)
-    logq = top.values - scores.logsumexp(-1, keepdim=True)
-    rows = torch.cat((top.indices, logq), -1).tolist()                 # the one wait for the device in a level
-    return [[(int(token), math.exp(min(0.0, x))) for token, x in zip(row, row[breadth:])] for row in rows]
-
-
 class Levels:
-    """
-    The nodes that a drafter has run since the root, level by level, a row each. next_level says how the following ones are
-    run: level d, what the drafter is asked for, their tokens, up (which row of the last level each continues), and a mask.
+    r"""
+    For drafters that guess one token after the other: the nodes run since the root, level by level, a row each.
+
+    step(d, tokens, up, mask) -> (n, V) runs the n nodes of level d. up: which row of the last level each continues; mask
+    (n, rows), additive: which of all rows, these last, each looks at.
 
            root          rows   a b | c d         up of c and d: 1, 1
-           /  \\                 c: . 1 | 1 .
-          a    b                d: . 1 | . 1      (level 2 looks at level 1 and at itself)
-              / \\
+           /  \                 c: . 1 | 1 .
+          a    b                d: . 1 | . 1      c looks at b and at itself
+              / \
              c   d
     """
 
-    def __init__(self, step, dtype, device):
-        self.step, self.dtype, self.device = step, dtype, device
-        self.row, self.last = {}, {0: 0}                               # node -> its row, of all; of the last level
+    def __init__(self, step, logits, sampler, S):  # logits (1, V) for what follows the root, at position S
+        self.step, self.logits, self.sampler, self.S = step, logits, sampler, S
+        self.row, self.last = {}, {0: 0}                               # node -> its row: of all, of the last level
 
-    def next_level(self, d, level, tokens, parent):
-        """Runs the nodes of level, step(d, tokens, up, mask) -> logits (n, V) for what follows each."""
-        up = [self.last[parent[i]] for i in level]
-        self.last = {i: n for n, i in enumerate(level)}
-        self.row |= {i: len(self.row) + n for n, i in enumerate(level)}
-        mask = np.full((len(level), len(self.row)), -math.inf)
-        for n, i in enumerate(level):
-            while i in self.row:                                       # the node itself and its ancestors below the root
-                mask[n, self.row[i]] = 0.0
-                i = parent[i]
-        return self.step(d, [tokens[i] for i in level], up, torch.tensor(mask, dtype=self.dtype, device=self.device))
+    def guesses(self, d, level, tokens, parent, breadth):
+        """Runs the nodes of level d - 1 -> for each its best guesses for level d: lists of (token, draft probability)."""
+        if d > 1:
+            up = [self.last[parent[i]] for i in level]
+            self.last = {i: n for n, i in enumerate(level)}
+            self.row |= {i: len(self.row) + n for n, i in enumerate(level)}
+            mask = np.full((len(level), len(self.row)), -math.inf)
+            for n, i in enumerate(level):
+                while i in self.row:                                   # itself and its ancestors below the root
+                    mask[n, self.row[i]] = 0.0
+                    i = parent[i]
+            mask = torch.tensor(mask, dtype=self.logits.dtype, device=self.logits.device)
+            self.logits = self.step(d - 1, [tokens[i] for i in level], up, mask)
+        scores = self.sampler.rank(self.logits, [self.S + d])          # one position a level: one row of noise
+        top = scores.topk(breadth)
+        logq = top.values - scores.logsumexp(-1, keepdim=True)
+        rows = torch.cat((top.indices, logq), -1).tolist()             # the one wait for the device in a level
+        return [[(int(token), math.exp(min(0.0, x))) for token, x in zip(row, row[breadth:])] for row in rows]
 
 
-def plant_best_levels(root, logits, step, sampler, S, depth, breadth, limit=16, floor=0.0, reach=0.0):
+def plant_best_levels(root, levels, depth, breadth, limit=16, floor=0.0, reach=0.0):
     """
-    EAGLE-2's tree (arXiv:2406.16858), for drafters that guess one token after the other: run the breadth best nodes of a
-    level, let each propose its breadth best children, keep the limit best of all by path probability V > floor. A level is
-    not run where the text reaches it with a probability below reach, the sum of its nodes' V.
-
-    root at position S, logits (1, V) for what follows it. step(d, tokens, up, mask) -> (n, V): runs the n nodes of level d,
-    all at position S + d. up: which row of the last logits guessed each; mask (n, rows) additive: which of the rows since
-    the root, these last, each looks at.
+    EAGLE-2's tree (arXiv:2406.16858): run the breadth best nodes of a level, let each propose its breadth best children,
+    keep the limit best of all by path probability V > floor. A level is not run where the text reaches it with a
+    probability below reach, the sum of its nodes' V.
     """
-    tokens, parent, value, level = [root], [-1], [1.0], [0]
-    levels = Levels(step, logits.dtype, logits.device)
+    tokens, parent, value, level, best = [root], [-1], [1.0], [0], []
     for d in range(1, depth + 1):
         first = len(tokens)
-        for up, guesses in zip(level, best_guesses(logits, sampler, S + d, breadth)):
+        for up, guesses in zip(level, levels.guesses(d, level, tokens, parent, breadth)):
             for token, q in guesses:
-                if value[up] * q > floor:                              # <= its parent's, so the best are connected
+                if value[up] * q > floor:                              # <= its parent's: the best are connected
                     tokens.append(token)
                     parent.append(up)
                     value.append(value[up] * q)
         best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:limit - 1]
-        level = [i for i in best if i >= first][:breadth]              # others' children cannot be among the best
-        if d == depth or not level or sum(value[i] for i in level) < reach:
+        level = [i for i in best if i >= first][:breadth]              # others' children cannot be among them
+        if not level or sum(value[i] for i in level) < reach:
             break
-        logits = levels.next_level(d, level, tokens, parent)
-    keep = [0] + sorted(best)                                          # in order of birth: parents first
-    place = {-1: -1} | {i: n for n, i in enumerate(keep)}
-    return Tree([tokens[i] for i in keep], [place[parent[i]] for i in keep], [value[i] for i in keep])
+    return Tree(tokens, parent, value).take([0] + sorted(best))        # in order of birth: parents first
 
 
-def plant_shape_levels(root, logits, step, sampler, S, depth, shape):
-    """A tree of this shape, cut to depth, for drafters that guess one token after the other. The rest as plant_best_levels."""
+def plant_shape_levels(root, levels, depth, shape):
+    """A tree of a given shape, cut to depth."""
     parent, N = shape.parent, len(shape.parent)
     tokens, value, level = [root] * N, [1.0] * N, [0]
     children = [[i for i in range(1, N) if parent[i] == up] for up in range(N)]
-    levels = Levels(step, logits.dtype, logits.device)
     for d in range(1, depth + 1):
-        for up, guesses in zip(level, best_guesses(logits, sampler, S + d, max(shape.rank) + 1)):
+        for up, guesses in zip(level, levels.guesses(d, level, tokens, parent, max(shape.rank) + 1)):
             for i in children[up]:
                 tokens[i], q = guesses[shape.rank[i]]
                 value[i] = value[up] * q
         level = [i for up in level for i in children[up] if children[i]]
-        if d == depth or not level:
+        if not level:
             break
-        logits = levels.next_level(d, level, tokens, parent)
     return Tree(tokens, parent, value).cut(depth)
 
 
@@ -349,7 +308,7 @@ class Stats:
     accepted: list = field(default_factory=list)
     nodes: int = 0                                                     # tree nodes verified in all steps
     seconds: dict = field(default_factory=lambda: dict(prompt=0.0, draft=0.0, verify=0.0, choice=0.0, rest=0.0))
-    stop: str = ""                                                     # eos, budget (max_new_tokens) or context (block_size)
+    stop: str = ""                                      # eos, budget (max_new_tokens) or context (block_size)
 
     @property
     def steps(self):
@@ -418,31 +377,30 @@ class Text:
 
     def draft(self, root):
         """The drafter sees what became text, and guesses a tree behind root."""
-        self.began = self.clock = time.perf_counter()                  # what the caller did meanwhile is not ours
+        self.began = self.clock = time.perf_counter()              # what the caller did meanwhile is not ours
         tree = Tree([root], [-1])                                      # plain decoding: a tree of one node
         if self.drafter:
             self.drafter.observe(self.tokens, self.hidden, self.cache)
             limit = self.budget.limit() if self.budget else None
             tree = self.drafter.draft(root, self.sampler, limit)
         self.lap("draft")
-        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))        # deeper nodes were for nothing
+        # deeper nodes were for nothing
+        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))
 
     def verify(self, tree):
         """One forward of the target over the tree -> the tree, its own choice after every node, its logits (N, V)."""
-        while True:
-            positions = [self.cache.length + d for d in tree.depth]
-            mask = tree_mask(tree.parent, self.cache.length).to(self.device)
-            self.hidden = self.forward(tree.tokens, torch.tensor(positions, device=self.device), mask, tree)
-            logits = self.target.logits(self.hidden)
-            if self.device.type == "cpu":
-                self.lap("verify")
-            try:
-                choice = self.sampler.choose(logits, [t + 1 for t in positions])
-                break
-            except FloatingPointError:                                 # no mask hides a NaN: once more without the drafts
-                if len(tree) == 1:
-                    raise
-                tree = tree.cut(0)
+        positions = [self.cache.length + d for d in tree.depth]
+        mask = tree_mask(tree.parent, self.cache.length).to(self.device)
+        self.hidden = self.forward(tree.tokens, torch.tensor(positions, device=self.device), mask, tree)
+        logits = self.target.logits(self.hidden)
+        if self.device.type == "cpu":
+            self.lap("verify")
+        try:
+            choice = self.sampler.choose(logits, [t + 1 for t in positions])
+        except FloatingPointError:
+            if len(tree) == 1:
+                raise
+            return self.verify(tree.cut(0))                            # no mask hides a NaN: without the drafts
         self.lap("choice" if self.device.type == "cpu" else "verify")
         self.stats.nodes += len(tree)
         return tree, choice, logits
@@ -453,7 +411,7 @@ class Text:
         of all rows of the last forward.
         """
         end = next((i + 1 for i, token in enumerate(out) if token in self.eos), 0)
-        out = out[:end or None]                                        # cut before anything is counted or kept
+        out = out[:end or None]                                       # cut before anything is counted or kept
         path = path[:len(out)] if tree else path
         self.tokens, self.hidden = [tokens[i] for i in path], self.hidden[path]
         self.cache.keep(path)
@@ -489,10 +447,10 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(),
         yield out
         if text.done:
             return text.stats
-        tree = text.draft(root=out[-1])                                # guess: root, the last token, and what may follow
-        tree, choice, logits = text.verify(tree)                       # one target forward: its own token after every node
+        tree = text.draft(root=out[-1])                     # guess: root, the last token, and what may follow
+        tree, choice, logits = text.verify(tree)          # one target forward: its own token after every node
         path, out = accept(tree, choice, logits) if accept else walk(tree.tokens, tree.parent, choice)
-        out = text.keep(tree.tokens, path, out, tree)                  # the accepted path is text, rejected nodes are gone
+        out = text.keep(tree.tokens, path, out, tree)     # the accepted path is text, rejected nodes are gone
 
 
 def complete(*args, **kwargs):

@@ -44,7 +44,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, Block, GPTConfig, KVCache, Rotary, additive, arg, frequencies
-from tree import Sampler, Tree, complete, plant_best_levels, plant_shape_levels
+from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,6 +62,11 @@ class Config:
     steps: int = arg(400, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(2e-3, "learning rate at its peak")
+
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more."""
+        return self.depth + 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ class Drafter:
         return f
 
     def draft(self, root, sampler, limit=None):
-        """-> a Tree of at most limit nodes of what may follow root, which stands at position S behind the text."""
+        """-> a Tree of at most limit nodes: what may follow root, which stands behind the text."""
         S = len(self.text)                                             # the root's position; its row is S - 1
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.capacity < 2:
@@ -196,11 +201,11 @@ class Drafter:
             f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
+        levels = Levels(step, logits, sampler, S)
         if self.shape:
-            tree = plant_shape_levels(root, logits, step, sampler, S, depth, self.shape)
+            tree = plant_shape_levels(root, levels, depth, self.shape)
         else:
-            tree = plant_best_levels(root, logits, step, sampler, S, depth, self.breadth, limit or self.capacity,
-                                     self.floor)
+            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity, self.floor)
         self.cache.crop(S)                                             # text and root stay, drafts go
         return tree
 

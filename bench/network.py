@@ -29,7 +29,8 @@ import moa
 import sample
 from model import arg
 from train import METHODS
-from tree import Sampler, chain
+from tree import Sampler
+from plumbing.shapes import chain
 from plumbing.budget import most_nodes
 from plumbing.checkpoint import versions
 from plumbing.client import Client, Remote

@@ -24,7 +24,8 @@ import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, GPTConfig, arg
-from tree import Sampler, Tree, chain, complete
+from tree import Sampler, Tree, complete
+from plumbing.shapes import chain
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,7 +76,8 @@ class Drafter:
     def draft(self, root, sampler, limit=None):
         """-> a chain of what followed the longest run of tokens that the text ends in, root included."""
         text = self.text + [root]                                      # the root is at len(text) - 1
-        depth = min(self.depth, (limit or self.capacity) - 1, self.max_len - len(text) - 1)      # deeper: never emitted
+        room = self.max_len - len(text) - 1                            # a deeper node could never be emitted
+        depth = min(self.depth, (limit or self.capacity) - 1, room)
         for n in range(min(self.net.cfg.ngram, len(text)), 0, -1):
             end = self.ends.get(tuple(text[-n:]))
             if end is not None and depth > 0:

@@ -41,7 +41,8 @@ import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, GPTConfig, arg
-from tree import Sampler, Tree, chain, complete
+from tree import Sampler, Tree, complete
+from plumbing.shapes import chain
 
 
 # --------------------------------------------------------------------------------------------------
@@ -57,6 +58,11 @@ class Config:
     beta2: float = arg(0.9, "how slowly gamma moves")
     steps: int = arg(100, "skip sets that the search tries", low=1)
     batch_size: int = arg(2, "sequences of the text that it tries them on", low=1, high=2**20)
+
+    @property
+    def min_tokens(self):
+        """A training sequence has so many, or more."""
+        return self.depth + 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,7 +197,8 @@ class Drafter:
         """-> a chain behind root, which stands at position S, in the target's own cache."""
         S, tokens, value = self.cache.length, [root], [1.0]            # the root stands at position S
         device = self.target.wte.weight.device
-        depth = min(self.depth, (limit or self.capacity) - 1, self.max_len - S - 2)     # a deeper node could never be emitted
+        room = self.max_len - S - 2                                    # a deeper node could never be emitted
+        depth = min(self.depth, (limit or self.capacity) - 1, room)
         for at in range(S, S + depth):
             idx, pos = torch.tensor([tokens[-1:]], device=device), torch.tensor([at], device=device)
             logits = draft_pass(self.target, self.skip, idx, pos, None, self.cache)[0]               # (1, V)
@@ -248,7 +255,7 @@ def train(cfg, target, run):
             else:
                 net.skip.copy_(old[0])
                 best = old[1]
-        run.seen.append(best)
+        run.sync(net, best)
     return net
 
 

@@ -46,7 +46,7 @@ def calibrate(method, net, target, batches, ranks=32):
             for guess, truth, _ in method.guesses(net, target, x):
                 top = guess.topk(min(ranks, guess.size(-1))).indices                   # (M, ranks)
                 rows.append((top == truth[:, None]).sum(0))
-            n = torch.tensor([x.size(0) * (x.size(1) - k - 1) for k in range(1, len(rows) + 1)])
+            n = torch.tensor([x.size(0) * max(0, x.size(1) - k - 1) for k in range(1, len(rows) + 1)])
             hits = torch.stack(rows) if hits is None else hits + torch.stack(rows)
             samples = n if samples is None else samples + n
     return {"hits": hits.tolist(), "samples": samples.tolist()}
@@ -80,7 +80,7 @@ def forward_seconds(target, most, rounds=7):
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
     sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
-    cache = target.new_cache(S + most + 1)                             # never full: --compile would make a graph for that
+    cache = target.new_cache(S + most + 1)                 # never full: --compile would make a graph for that
     target.hidden(torch.zeros(1, S, dtype=torch.long, device=device), cache=cache)
     cache.keep(range(S))
     for _ in range(1 + rounds):
@@ -110,7 +110,7 @@ class Budget:
     capacity  most nodes; one of a few numbers up to that is taken (MKL is slower at some between them)
     usual     the number for who has no use for a budget
     """
-    every = 16                                                         # steps between two looks at what was learned
+    every = 16                                                   # steps between two looks at what was learned
 
     def __init__(self, prior, capacity, usual=None, weight=16):
         self.prior, self.weight, self.usual, self.c = np.zeros(capacity - 1), weight, usual or capacity, None
@@ -140,9 +140,11 @@ class Budget:
     def believed(self):
         """a_1, a_2, ...: calibration, and what this text has shown so far."""
         hits, seen = np.array(self.hits), np.array(self.seen)
-        ratio = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)    # to calibration's
+        # to calibration's
+        ratio = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)
         tried = int((seen > 0).sum())
-        ratio[tried:] = ratio[max(0, tried - 2):tried].mean() if tried else 1.0          # no tree had these: as the last two
+        # no tree had these: as the last two
+        ratio[tried:] = ratio[max(0, tried - 2):tried].mean() if tried else 1.0
         return ratio * self.prior
 
     def learn(self, tree, path, seconds):

@@ -28,7 +28,7 @@ def exact_rows(target):
     for block in target.blocks[:1]:
         products += [(block.attn.qkv, x), (block.attn.out, y), (block.mlp, x)]
     rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
-    if not rows:                                                       # some widths end inside a vector of the processor
+    if not rows:                                            # some widths end inside a vector of the processor
         for block in target.blocks:
             block.mlp.wide = True
         rows = fewest([partial(at_a_time, layer, x) for layer, x in products])
@@ -37,7 +37,7 @@ def exact_rows(target):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     k, v, queries = normal(1, G, 5 * PAGE, D), normal(1, G, 5 * PAGE, D), normal(4 * PAGE, G, D)
 
-    def over_pages(pages, x):                                          # (R, G, D) -> (R, G, D + 1): attention, its weight
+    def over_pages(pages, x):                              # (R, G, D) -> (R, G, D + 1): attention, its weight
         y, weight = flash(x.transpose(0, 1)[None], k[:, :, :pages * PAGE], v[:, :, :pages * PAGE])
         return torch.cat((y.float(), weight[..., None].float()), -1)[0].transpose(0, 1)
     return Exact(rows, fewest([partial(at_a_time, partial(over_pages, pages), queries) for pages in (1, 2, 5)]))

@@ -21,7 +21,8 @@ def packed_product(x: torch.Tensor, packed: torch.Tensor, like: torch.Tensor, bi
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
-opaque_product = torch.library.custom_op("nanospec::packed_product", packed_product, mutates_args=())    # as torch.compile wants it
+# as torch.compile wants it
+opaque_product = torch.library.custom_op("nanospec::packed_product", packed_product, mutates_args=())
 opaque_product.register_fake(lambda x, packed, like, bias=None: x.new_empty(*x.shape[:-1], like.size(0)))
 
 
@@ -34,7 +35,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight, bias=None):  # (out, in), (out,)
         super().__init__()
         weight = weight.detach().contiguous()
-        self.bias, self.like = bias, weight.new_ones(1).expand(weight.shape)             # like: MKL looks at its shape only
+        # like: MKL looks at its shape only
+        self.bias, self.like = bias, weight.new_ones(1).expand(weight.shape)
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, 256) if weight.dtype == torch.float32 else \
             torch.ops.mkldnn._reorder_linear_weight(weight, 8)
 
@@ -44,7 +46,8 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self):
-        return packed_product(torch.eye(self.like.size(1), dtype=self.like.dtype), self.packed, self.like).t()   # 1 w + 0 + .. is w
+        # 1 w + 0 + .. is w
+        return packed_product(torch.eye(self.like.size(1), dtype=self.like.dtype), self.packed, self.like).t()
 
     def _save_to_state_dict(self, out, prefix, keep_vars):
         out |= {prefix + "weight": self.weight} | ({} if self.bias is None else {prefix + "bias": self.bias})
@@ -91,10 +94,10 @@ def compile_steps(module):
     names = getattr(module, "compiled", ())
     if not names:
         return
-    torch._dynamo.config.recompile_limit = 64                          # ranges of layers, with and without mask, one row or many
+    torch._dynamo.config.recompile_limit = 64       # ranges of layers, with and without mask, one row or many
     try:
         torch.compile(torch.neg)(next(module.parameters()).new_zeros(2))
-    except Exception as e:                                             # no C++ compiler, no Triton, no support for this Python
+    except Exception as e:                            # no C++ compiler, no Triton, no support for this Python
         fail(f"--compile does not work here ({first_line(e)}): leave it out")
     for name in names:
         setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
@@ -153,6 +156,6 @@ class StateCache:
         fresh = dict(zip(new, self.hidden(x[[*new.values()]]).bfloat16().cpu())) if new else {}
         for key, h in fresh.items():
             if h.nbytes <= self.room:
-                self.kept[key] = h.clone()                             # a view would keep its whole batch alive
+                self.kept[key] = h.clone()                           # a view would keep its whole batch alive
                 self.room -= h.nbytes
         return torch.stack([fresh[key] if key in fresh else self.kept[key] for key in keys]).to(self.like)

@@ -2,7 +2,6 @@
 What every program shares with its user: options, error lines, devices, and what is printed by which process.
 """
 import argparse
-import itertools
 import math
 import os
 import re
@@ -12,7 +11,6 @@ from dataclasses import fields
 from tqdm import tqdm
 import torch
 
-from tree import cartesian, chain, grow
 
 
 OUT = "out"                                                            # the default of --out
@@ -110,28 +108,6 @@ def parse(*configs, argv=None, defaults=None, epilog=None):
         return [c(**{f.name: args[f.name] for f in options[c]}) for c in configs]
     except ValueError as e:
         fail(str(e))
-
-
-def parse_tree(text, K, V, accuracy=None, nodes=16):
-    """The --tree option -> Shape, or None for best-first. Raises ValueError for a text that names no tree."""
-    if text == "best":
-        return None
-    if text == "sparse":
-        if accuracy is None:
-            raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint lacks")
-        falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may rise
-        return grow(falling, nodes).limit(K, V)
-    if text == "chain":
-        return chain(min(K, nodes - 1))
-    try:
-        widths = [int(w) for w in text.split(",")]
-    except ValueError:
-        widths = [0]
-    if min(widths) < 1 or math.prod(widths) > 4096:
-        raise ValueError(f"--tree must be best, sparse, chain, or widths such as 4,2,1, not {text!r}")
-    if len(widths) > K:
-        raise ValueError(f"--tree {text} is {len(widths)} deep, but the drafter guesses {K} positions")
-    return cartesian(*widths).limit(K, V)
 
 
 # --------------------------------------------------------------------------------------------------

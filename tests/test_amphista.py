@@ -12,7 +12,8 @@ import amphista
 from amphista import Config, Drafter, Net, guesses, loss
 from model import GPT, GPTConfig
 from plumbing.budget import calibrate
-from tree import Sampler, Stats, Tree, cartesian, chain, complete, grow
+from tree import Sampler, Stats, Tree, complete, grow
+from plumbing.shapes import cartesian, chain
 
 ABLATIONS = {
     "default": {},

@@ -11,7 +11,8 @@ import run as bench
 from conftest import tiny
 from test_lossless import SAMPLING, SHAPES, Artificial, Guided, any_tree, at_the_ends, check, every_tree
 from test_lossless import lively, reference
-from tree import Sampler, Tree, cartesian, chain, generate
+from tree import Sampler, Tree, generate
+from plumbing.shapes import cartesian, chain
 
 CHAINS = {"self_speculative", "prompt_lookup"}
 

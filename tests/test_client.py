@@ -20,7 +20,8 @@ from plumbing.wire import WIRE_DTYPES, Unreachable
 from remote import (PROMPT, SETTINGS, finish, make_client, make_pair, plain, refused, remote, serving,
                     start, stop)
 from test_moa import from_scratch, make_net, random_text
-from tree import Sampler, chain, complete
+from tree import Sampler, complete
+from plumbing.shapes import chain
 
 
 # --------------------------------------------------------------------------------------------------

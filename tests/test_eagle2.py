@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import eagle2
 from conftest import Watching
 from test_moa import Run, layer, make_target, paths, random_text
-from tree import Sampler, cartesian, complete
+from tree import Sampler, complete
+from plumbing.shapes import cartesian
 
 
 def eagle(target, seed=1, **options):

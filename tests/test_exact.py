@@ -193,7 +193,7 @@ def test_what_holds_is_said(monkeypatch):
 
 def test_fewest_rows():
     """A number at which only some multiples agree."""
-    rounds = lambda n: torch.tensor([n % 4 == 0 or n == 0])            # as a kernel that takes four rows at a time
+    rounds = lambda n: torch.tensor([n % 4 == 0 or n == 0])       # as a kernel that takes four rows at a time
     assert fewest([rounds]) == 4 and fewest([lambda n: torch.tensor([0])]) == 1
     assert fewest([lambda n: torch.tensor([n])]) == 0
 

@@ -14,7 +14,8 @@ import train
 from hidden_transfer import Config, Drafter, Net, by_layer, guesses, loss
 from conftest import read
 from model import GPT, GPTConfig
-from tree import Sampler, Tree, cartesian, chain, complete, grow, tree_mask
+from tree import Sampler, Tree, complete, grow, tree_mask
+from plumbing.shapes import cartesian, chain
 
 OPTIONS = {
     "default": {},

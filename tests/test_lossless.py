@@ -16,7 +16,8 @@ from conftest import tiny
 from model import KVCache
 from plumbing.checkpoint import fingerprint
 from train import METHODS
-from tree import Sampler, Shape, Tree, cartesian, chain, complete, generate, grow
+from tree import Sampler, Shape, Tree, complete, generate, grow
+from plumbing.shapes import cartesian, chain
 
 SAMPLING = {
     "greedy": {},

@@ -23,8 +23,9 @@ from model import GPT, GPTConfig
 from safetensors.torch import load_file
 from plumbing.checkpoint import fingerprint, load, load_model
 from plumbing.text import Tokenizer
-from test_tree import ancestors, random_parents
-from tree import Sampler, Tree, cartesian, chain, complete, generate, grow, walk
+from test_tree import ancestors, processed, random_parents, some_logits
+from tree import Sampler, Tree, complete, generate, grow, walk
+from plumbing.shapes import cartesian, chain
 
 OPTIONS = {
     "default": {},
@@ -693,7 +694,7 @@ def test_typical_acceptance_is_the_papers_rule():
         tokens, parent, z = random_tree(rng, g)
         epsilon, delta = rng.choice([(0.09, 0.3), (0.25, 0.5), (0.01, 0.1), (0.5, 1.5), (1.0, 0.4)])
         rule = Typical(Sampler(rng.choice([0.5, 1.0])), epsilon, delta)
-        p, choice = rule.sampler.probabilities(z), rule.greedy.choose(z, range(len(tokens)))
+        p, choice = rule.probabilities(z), rule.greedy.choose(z, range(len(tokens)))
         assert choice == z.argmax(-1).tolist()  # the bonus token is greedy at any temperature
         path, out = rule(Tree(tokens, parent), choice, z)
         assert (path, out) == walk_typical(tokens, parent, choice, p, epsilon, delta)
@@ -756,7 +757,7 @@ def test_typical_at_temperature_zero_is_the_walk():
         for epsilon, delta in ((0.09, 0.3), (0.0, 0.0), (1.0, 0.99), (0.999, 50.0)):
             sampler = Sampler(0.0, top_k=2, top_p=0.5)
             choice = sampler.choose(z, range(len(tokens)))
-            path, out = walk_typical(tokens, parent, choice, sampler.probabilities(z), epsilon, delta)
+            path, out = walk_typical(tokens, parent, choice, Typical(sampler).probabilities(z), epsilon, delta)
             assert (path, out) == walk(tokens, parent, choice)
             longest = max(longest, len(path))
     assert longest > 3
@@ -852,3 +853,17 @@ def test_bad_limits_are_refused():
                         ((0.1, math.nan), "delta")):
         with pytest.raises(ValueError, match=name):
             Typical(Sampler(1.0), *wrong)
+
+
+def test_probabilities():
+    """
+    What the limit is applied to:
+    raw instead of processed probabilities, overflow at a tiny temperature.
+    """
+    z = some_logits(20)
+    for o in (dict(temperature=1.0), dict(temperature=0.6, top_k=5), dict(temperature=1.3, top_p=0.8)):
+        for row, p in zip(z, Typical(Sampler(**o)).probabilities(z)):
+            assert np.allclose(p, processed(row.numpy(), **o))
+    assert torch.equal(Typical(Sampler()).probabilities(z), Typical(Sampler(1e-300)).probabilities(z))
+    assert Typical(Sampler()).probabilities(z).argmax(-1).tolist() == z.argmax(-1).tolist()
+    assert Typical(Sampler(1e-4)).probabilities(z.half()).isfinite().all()

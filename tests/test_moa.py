@@ -14,7 +14,8 @@ from conftest import Watching, tiny
 from model import GPT, GPTConfig, rotate
 from moa import Config, Drafter, Net, guesses, loss
 from plumbing.budget import calibrate
-from tree import Sampler, Tree, cartesian, chain, complete, grow
+from tree import Sampler, Tree, complete, grow
+from plumbing.shapes import cartesian, chain
 
 ABLATIONS = {
     "default": {},

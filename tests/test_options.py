@@ -4,8 +4,10 @@ import dataclasses
 import pytest
 
 from model import GPTConfig, arg
-from plumbing.options import parse, parse_tree, pick_device
-from tree import cartesian, chain, grow
+from plumbing.options import parse, pick_device
+from plumbing.shapes import parse_tree
+from tree import grow
+from plumbing.shapes import cartesian, chain
 
 
 def test_parse_tree():

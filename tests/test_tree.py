@@ -9,8 +9,8 @@ import torch
 
 import moa
 from model import GPT, GPTConfig
-from tree import (Sampler, Shape, Stats, Tree, cartesian, chain, grow, plant, plant_best_levels,
-                  tree_mask, walk)
+from tree import Levels, Sampler, Shape, Stats, Tree, grow, plant, plant_best_levels, tree_mask, walk
+from plumbing.shapes import cartesian, chain
 
 
 def random_parents(rng, N):
@@ -227,20 +227,6 @@ def test_token_zero_is_a_real_token():
     assert walk(tokens, parent, [1, 7, 0, 7]) == ([0, 2], [1, 0])
     assert walk(tokens, parent, [0, 0, 7, 0]) == ([0, 1, 3], [0, 0, 0])
     assert walk([0], [-1], [0]) == ([0], [0])
-
-
-def test_probabilities():
-    """
-    What the limit is applied to:
-    raw instead of processed probabilities, overflow at a tiny temperature.
-    """
-    z = some_logits(20)
-    for o in (dict(temperature=1.0), dict(temperature=0.6, top_k=5), dict(temperature=1.3, top_p=0.8)):
-        for row, p in zip(z, Sampler(**o).probabilities(z)):
-            assert np.allclose(p, processed(row.numpy(), **o))
-    assert torch.equal(Sampler().probabilities(z), Sampler(1e-300).probabilities(z))
-    assert Sampler().probabilities(z).argmax(-1).tolist() == z.argmax(-1).tolist()
-    assert Sampler(1e-4).probabilities(z.half()).isfinite().all()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -596,7 +582,7 @@ def test_a_level_is_run_where_it_is_likely_to_be_reached():
         def step(d, tokens, up, mask):
             levels.append(d)
             return logits.expand(len(tokens), -1)
-        tree = plant_best_levels(3, logits[None], step, Sampler(), 5, 4, 2, 30, reach=reach)
+        tree = plant_best_levels(3, Levels(step, logits[None], Sampler(), 5), 4, 2, 30, reach=reach)
         assert levels == run and max(tree.depth) == len(run) + 1 and len(tree) == 3 + 4 * len(run)
     wide = GPT(GPTConfig(n_layer=6, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16))
     drafter = moa.Drafter(moa.Net(moa.Config(tli=1), wide), wide)
