@@ -615,16 +615,15 @@ def drafters(target):
 @pytest.mark.parametrize("wrong", [float("nan"), -float("inf"), 1e30], ids=str)
 def test_a_broken_drafter_neither_stops_nor_changes_the_text(wrong):
     """A drafter's numbers, all or one, are none or far too large: slow is allowed, nothing else."""
-    for style in ("llama", "gpt2"):
+    for style, whole in (("llama", True), ("gpt2", False)):
         target = tiny(style, seed=6)
         for name, drafter in drafters(target):
-            for whole in (True, False):
-                state = {k: v for k, v in drafter.net.state_dict().items() if v.is_floating_point()}
-                for v in state.values():
+            for v in drafter.net.state_dict().values():
+                if v.is_floating_point():
                     v.fill_(wrong) if whole else v.view(-1)[-1:].fill_(wrong)
-                for sampling in ({}, dict(temperature=1.0, seed=3),
-                                 dict(temperature=0.7, top_k=4, top_p=0.9, share=False)):
-                    check(target, [1, 2, 3], 10, drafter, sampling)
+            for sampling in ({}, dict(temperature=1.0, seed=3),
+                             dict(temperature=0.7, top_k=4, top_p=0.9, share=False)):
+                check(target, [1, 2, 3], 10, drafter, sampling)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -675,13 +674,14 @@ def test_extreme_sampling():
     flat = tiny(seed=1)
     flat.norm.weight.data.zero_()                                      # all logits 0
     for target in (flat, tiny(seed=1)):
+        greedy = complete(target, [1], 2)[0]
         for temperature in (0.0, 5e-324, 1e-30, 1.0, 1e9):
             for top_k in (0, 1, 22, 23, 24, 10**6):
                 for top_p in (0.0, 5e-324, 0.5, 1.0):
                     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=2**64 - 1)
-                    text = complete(target, [1], 4, sampler=Sampler(**sampling))[0]
-                    if top_k == 1 and target is not flat or temperature < 1e-20 and target is not flat:
-                        assert text == complete(target, [1], 4)[0]
+                    text = complete(target, [1], 2, sampler=Sampler(**sampling))[0]
+                    if target is not flat and (top_k == 1 or temperature < 1e-20):
+                        assert text == greedy
         for sampling in (dict(temperature=5e-324), dict(temperature=1e9, top_p=0.0),
                          dict(temperature=1e9, top_k=10**6), {}):
             for name, drafter in drafters(target):
