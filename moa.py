@@ -351,7 +351,8 @@ class Drafter:
         def step(d, tokens, up, mask):                                 # text and root: seen by all
             nonlocal run
             run += 1
-            return self.forward(tokens, slice(S + d, S + d + 1), F.pad(mask, (S + 1, 0)), False, len(tokens))
+            mask = additive(F.pad(mask, (S + 1, 0), value=True), logits.dtype)
+            return self.forward(tokens, slice(S + d, S + d + 1), mask, False, len(tokens))
         levels = Levels(step, logits, sampler, S)
         if self.shape:
             tree = plant_shape_levels(root, levels, depth, self.shape)
@@ -361,7 +362,7 @@ class Drafter:
         if self.last:
             self.last.crop(S)
         # (a level waits for the device: its clock is right)
-        if self.measured and self.target.seconds and levels:
+        if self.measured and self.target.seconds and run:
             share = (time.perf_counter() - began) / run / self.target.seconds[0]
             self.reach += 0.1 * (min(share, 1.0) - self.reach)
         return tree

@@ -208,8 +208,8 @@ class Levels:
     r"""
     For drafters that guess one token after the other: the nodes run since the root, level by level, a row each.
 
-    step(d, tokens, up, mask) -> (n, V) runs the n nodes of level d. up: which row of the last level each continues; mask
-    (n, rows), additive: which of all rows, these last, each looks at.
+    step(d, tokens, up, mask) -> (n, V) runs the n nodes of level d. up: which row of the last level each continues;
+    mask (n, rows) bool: which of all rows, these last, each may look at.
 
            root          rows   a b | c d         up of c and d: 1, 1
            /  \                 c: . 1 | 1 .
@@ -220,20 +220,16 @@ class Levels:
 
     def __init__(self, step, logits, sampler, S):  # logits (1, V) for what follows the root, at position S
         self.step, self.logits, self.sampler, self.S = step, logits, sampler, S
-        self.row, self.last = {}, {0: 0}                               # node -> its row: of all, of the last level
+        self.row, self.last, self.parent = {}, {0: 0}, []              # node -> its row: of all, of the last level
 
     def guesses(self, d, level, tokens, parent, breadth):
         """Runs the nodes of level d - 1 -> for each its best guesses for level d: lists of (token, draft probability)."""
         if d > 1:
             up = [self.last[parent[i]] for i in level]
             self.last = {i: n for n, i in enumerate(level)}
+            self.parent += [self.row.get(parent[i], -1) for i in level]
             self.row |= {i: len(self.row) + n for n, i in enumerate(level)}
-            mask = np.full((len(level), len(self.row)), -math.inf)
-            for n, i in enumerate(level):
-                while i in self.row:                                   # itself and its ancestors below the root
-                    mask[n, self.row[i]] = 0.0
-                    i = parent[i]
-            mask = torch.tensor(mask, dtype=self.logits.dtype, device=self.logits.device)
+            mask = tree_mask(self.parent)[-len(level):].to(self.logits.device)
             self.logits = self.step(d - 1, [tokens[i] for i in level], up, mask)
         scores = self.sampler.rank(self.logits, [self.S + d])          # one position a level: one row of noise
         top = scores.topk(breadth)

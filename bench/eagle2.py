@@ -198,7 +198,8 @@ class Drafter:
 
         def step(d, tokens, up, mask):                                 # text and root: seen by all
             nonlocal f
-            f = self.forward(tokens, f[up], slice(S + d - 1, S + d), F.pad(mask, (S, 0)))
+            mask = additive(F.pad(mask, (S, 0), value=True), f.dtype)
+            f = self.forward(tokens, f[up], slice(S + d - 1, S + d), mask)
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
         levels = Levels(step, logits, sampler, S)
