@@ -90,7 +90,8 @@ def run_alone(argv, folder=ROOT):
             status = 1
             try:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                sys.stdout = open(1, "w", closefd=False)
+                sys.stderr = open(2, "w", buffering=1, closefd=False)
                 os.chdir(folder)
                 forget_ours()
                 program = os.path.join(folder, argv[0])
@@ -98,12 +99,12 @@ def run_alone(argv, folder=ROOT):
                 sys.argv = [*argv]
                 runpy.run_path(program, run_name="__main__")
                 status = 0
+                sys.stdout.flush()
             except SystemExit as e:
-                status = e.code or 0
+                status = e.code if type(e.code) is int else int(e.code is not None)
             except BaseException:
                 traceback.print_exc()
             finally:
-                sys.stdout.flush(), sys.stderr.flush()
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         err.seek(0)
