@@ -16,6 +16,7 @@ from plumbing.checkpoint import (DAMAGED, fingerprint, load, load_model, load_we
                                  read_config)
 from plumbing.client import keep_last_layers
 from plumbing.exact import make_exact
+from plumbing.graphs import use_graphs
 from plumbing.fast import for_decoding, pick_threads
 from plumbing.options import OUT, fail, gpu, pick_device, pick_dtype
 from plumbing.shapes import parse_tree
@@ -81,7 +82,10 @@ def load_target(opt, client=False):
     target = for_decoding(target, opt.compile)
     if not client:                                                     # which has a part of it, and verifies nothing
         pick_threads(target, opt.threads)
-        make_exact(target, most_nodes(device), opt.exact, opt.compile)
+        wishes = {"--compile": opt.compile, "--graphs": opt.graphs, "--no-exact": not opt.exact}
+        make_exact(target, most_nodes(device), next((option for option, wish in wishes.items() if wish), ""))
+        if opt.graphs:
+            use_graphs(target, most_nodes(device))
     target.told = (f"{device}, {str(dtype).removeprefix('torch.')} ({why}), {torch.get_num_threads()} threads, "
                    f"{target.exactness}")
     return target, tokenizer

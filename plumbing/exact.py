@@ -14,8 +14,7 @@ from plumbing.fast import step_seconds
 def exact_rows(target):
     """
     How many rows the target's products and its attention need, so that a row's result does not depend on the rows beside it
-    -> Exact; None where no number up to 16 does. Tried on the target's own matrices, bit by bit. On a GPU the answer is one
-    number of rows for all forwards, see same_shape.
+    -> Exact; None where no number up to 16 does. Tried on the target's own matrices, bit by bit.
     """
     w, cfg = target.wte.weight, target.cfg
     if w.device.type != "cpu" or w.dtype not in (torch.float32, torch.bfloat16, torch.float64):
@@ -65,20 +64,38 @@ def fewest(computations, most=16):
 
 
 def same_shape(rows):
-    """On a GPU: every decoding forward has the same number of rows, and all attention is summed in float64."""
+    """For a GPU: every decoding forward has the same number of rows, and all attention is summed in float64."""
     return Exact(rows)
 
 
-def make_exact(target, rows, wanted=True, compiled=False):
+def same_rows_anywhere(layer, x):
+    """Does each row of x (R, C) come out the same, bit for bit, wherever among the others it stands?"""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
+    return torch.equal(layer(x[order]), layer(x)[order])
+
+
+@torch.inference_mode()
+def one_shape(target, rows):
+    """On a GPU -> Exact with one number of rows for all forwards, or None where a row's result depends on its place."""
+    w, cfg = target.wte.weight, target.cfg
+    normal = lambda C: torch.randn(rows, C, generator=torch.Generator().manual_seed(0)).to(w)
+    products = [(target.lm_head, cfg.n_embd)]
+    for block in target.blocks[:1]:
+        products += [(block.attn.qkv, cfg.n_embd), (block.attn.out, cfg.n_head * cfg.head_dim), (block.mlp, cfg.n_embd)]
+    return same_shape(rows) if all(same_rows_anywhere(layer, normal(C)) for layer, C in products) else None
+
+
+def make_exact(target, rows, instead=""):
     """
-    Sets target.exact as it can be had here, and target.exactness: in words, what holds. rows: most rows of a forward, for a
-    GPU. In float32 it is left out where it would cost a step more than a quarter: there only ties of 1e-5 are at stake.
+    Sets target.exact as it can be had here, and target.exactness: in words, what holds. rows: most rows of a forward, for
+    a GPU; instead: the option that forbids it, if one does. In float32 it is left out where it would cost a step more than
+    a quarter: there only ties of 1e-5 are at stake.
     """
     target.exact, w = None, target.wte.weight
-    if not wanted or compiled:
-        target.exactness = "not exact: " + ("--no-exact" if not wanted else "--compile")
+    if instead:
+        target.exactness = f"not exact: {instead}"
         return
-    target.exact = exact_rows(target) if w.device.type == "cpu" else same_shape(rows)
+    target.exact = exact_rows(target) if w.device.type == "cpu" else one_shape(target, rows)
     if not target.exact:
         target.exactness = f"not exact: no number of rows makes {w.dtype} products independent here"
         return

@@ -59,7 +59,7 @@ class Serve:
                      "else float32", choices=DTYPES)
     threads: int = arg(0, "processor threads; 0 = as many as pay", high=1024)
     exact: bool = arg(True, "verify bit for bit as plain decoding does; off = as fast as can be")
-    method, backbone, compile = "moa", "", False                       # no options: this is MoA's server
+    method, backbone, compile, graphs = "moa", "", False, False                       # no options: this is MoA's server
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -222,7 +222,7 @@ class Split:
     out: str = arg(OUT, "folder of checkpoints, as train.py wrote it")
     # no options: all that loading asks for besides
     method, backbone, checkpoint, compile, device, dtype = "moa", "", "", False, "cpu", "float32"
-    exact, threads = False, 0
+    exact, threads, graphs = False, 0, False
 
 
 def split(argv, method):
