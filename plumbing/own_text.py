@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from plumbing.checkpoint import DAMAGED, differences, load, save, versions
 from plumbing.fast import for_decoding
-from plumbing.options import fail, gpu, rank, say
+from plumbing.options import fail, gpu, pick_dtype, rank, say
 from plumbing.text import Corpus, digest, read_lines
 
 
@@ -160,7 +160,7 @@ def own_text(opt, target, tokenizer, device):
         row = 4 * c.n_layer * c.n_kv_head * c.head_dim * longest(target, scripts)
         room, most = (2**34, 256) if gpu(device) else (2**30, 32)      # most bytes of a cache, and texts
         B = max(1, min(most, room // row))
-        dtype = torch.bfloat16 if gpu(device) else torch.float32
+        dtype, _ = pick_dtype("auto", str(device))
         writer = for_decoding(copy.deepcopy(target).to(dtype))         # target is yet to train with
         say(f"own text: {size:,} tokens, temperature {opt.self_temperature}, top-p {opt.self_top_p}, "
             f"{B} texts at once -> {path}")

@@ -154,8 +154,10 @@ class Run:
                     for g, lr in zip(o.param_groups, lrs):
                         g["lr"] = lr * self.schedule()
                 x = self.next_batch()
+                if gpu(self.device):
+                    x = x.pin_memory()                                 # copied while the GPU still works
                 with self.amp:
-                    yield x.to(self.device)
+                    yield x.to(self.device, non_blocking=True)
                 self.step += 1
                 bar.update(int(100 * self.progress()) - bar.n)
                 if tenth < math.floor(self.progress() * 10) < 10:      # nine times, and at the end
