@@ -543,16 +543,17 @@ def test_smollm2_is_found_in_the_package_without_a_hub(tmp_path, monkeypatch):
 
 def test_what_is_cached_needs_no_hub(chat_model, tmp_path, monkeypatch, capsys):
     """Catches a model that was downloaded and is asked for again, and half a download taken for a model."""
-    cached = tmp_path / "models--some--model"
+    hub = tmp_path / "hub[1]"                                          # a name that looks like a pattern
+    cached = hub / "models--some--model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("0" * 40)
     shutil.copytree(chat_model, cached / "snapshots" / ("0" * 40))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     asked = lambda *args, **kwargs: pytest.fail("asked the hub")
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", asked)
     assert load_pretrained("some/model")[0].fingerprint == load_pretrained(chat_model)[0].fingerprint
     monkeypatch.undo()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     (cached / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
     assert "hub" in refused(capsys, sample.main, ["--method", "plain", "--backbone", "some/model"])
 
