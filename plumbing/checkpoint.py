@@ -116,14 +116,18 @@ def check_numbers(meta):
             raise ValueError(f"{name} is {value!r:.40}")
 
 
-def read_config(Config, said):
-    """A config from what a file says. Raises TypeError or ValueError for what its options would refuse."""
+def read_config(Config, said, **least):
+    """
+    A config from what a file says. Raises TypeError or ValueError for what its options would refuse; least:
+    fields that may be less than those.
+    """
     config = Config(**said)
     for f in fields(Config):
         value, kinds = getattr(config, f.name), (int, float) if f.type is float else (f.type,)
         low, high, choices = (f.metadata.get(k) for k in ("low", "high", "choices"))
         if type(value) not in kinds or choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r:.40}")
+        low = least.get(f.name, low)
         if f.type in (int, float) and not low <= value <= high:
             raise ValueError(f"{f.name} is {value!r:.40}, not {low} to {high}")
     return config
@@ -185,7 +189,9 @@ def load_model(path, device="cpu", dtype=torch.float32, kinds=("backbone",)):
     if meta.get("kind") not in kinds:
         fail(f"{path} holds {meta.get('kind', 'something else')}, not a backbone")
     try:
-        cfg, tokenizer = read_config(GPTConfig, meta["config"]), Tokenizer.from_dict(meta["tokenizer"])
+        least = {"n_layer": 0} if meta["kind"] == "client" else {}     # its drafter may run none of them
+        cfg = read_config(GPTConfig, meta["config"], **least)
+        tokenizer = Tokenizer.from_dict(meta["tokenizer"])
         if cfg.vocab_size != tokenizer.vocab_size:
             raise ValueError(f"{cfg.vocab_size} rows for {tokenizer.vocab_size} tokens")
         model = GPT(cfg)

@@ -203,6 +203,20 @@ def test_numbers_that_make_no_sense(place, name, values, saved, capsys):
     plumbing.checkpoint.load_model(saved[0])
 
 
+def test_a_part_may_have_no_layers(saved, capsys):
+    """The client's part of a target of which its drafter runs no layer: refused, as a backbone of none is."""
+    rewrite(saved[0], lambda tensors, meta: meta["config"].update(n_layer=0))
+    refused(capsys, lambda: plumbing.checkpoint.load_model(saved[0]), saved[0], "n_layer")
+
+    def part(tensors, meta):
+        meta |= {"kind": "client", "fingerprint": "whole"}
+        for name in [name for name in tensors if name.startswith("blocks.")]:
+            tensors.pop(name)
+    rewrite(saved[0], part)
+    target, _, _ = plumbing.checkpoint.load_model(saved[0], kinds=("client",))
+    assert not target.blocks and target.fingerprint == "whole"
+
+
 def test_another_tokenizer_in_the_file(saved, capsys):
     """A tokenizer that has lost a token: each id behind it means another word, the last one has no row."""
     for change in (lambda ranks: ranks.pop(), lambda ranks: ranks.append("eHl6eQ==")):
