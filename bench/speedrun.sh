@@ -15,12 +15,12 @@ PYTHON=${PYTHON:-python}
 case "${1:-}" in
 "")
     OUT=${OUT:-out/speedrun}
-    DEVICE=cuda DATA=python BACKBONE="--minutes 5" DRAFTER="--minutes 1" EAGLE="--train-minutes 1"
+    PATIENCE=1 DEVICE=cuda DATA=python BACKBONE="--minutes 5" DRAFTER="--minutes 1" EAGLE="--train-minutes 1"
     PROMPTS="--prompts 8 --prompt-tokens 64 --new-tokens 128"
     ;;
 --dry)
     OUT=${OUT:-out/speedrun-dry}
-    DEVICE=cpu DATA=plumbing
+    PATIENCE=5 DEVICE=cpu DATA=plumbing    # who knows what else this CPU does: limits times 5
     BACKBONE="--minutes 0.02 --batch-size 2 --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 32 --n-ffn 64"
     BACKBONE="$BACKBONE --vocab-size 300 --block-size 128 --first-length 32"
     DRAFTER="--minutes 0.01 --batch-size 2" EAGLE="--train-minutes 0.01"
@@ -44,12 +44,13 @@ failed() {    # NAME STATUS
 }
 
 stage() {    # NAME SECONDS COMMAND..: once, within its time; what it says is kept in OUT/NAME.log
+    local limit=$(($2 * PATIENCE))
     if [ -e "$OUT/$1.done" ]; then
         echo "== $1: done before"
         return
     fi
-    echo "== $1, at most $2 s"
-    timeout --foreground "$2" "${@:3}" 2>&1 | tee -i "$OUT/$1.log" | sed '/^{/d' || failed "$1" $?
+    echo "== $1, at most $limit s"
+    timeout --foreground "$limit" "${@:3}" 2>&1 | tee -i "$OUT/$1.log" | sed '/^{/d' || failed "$1" $?
     touch "$OUT/$1.done"
 }
 
@@ -86,7 +87,7 @@ END
 stage backbone 390 "$PYTHON" train.py --method backbone --preset gpu --resume $COMMON $BACKBONE
 
 DRAFTERS="medusa amphista hidden_transfer moa"
-echo "== $DRAFTERS eagle2, side by side, at most 135 s; they write to $OUT/*.log"
+echo "== $DRAFTERS eagle2, side by side, at most $((135 * PATIENCE)) s; they write to $OUT/*.log"
 set -m    # each in a process group of its own, to which Ctrl-C is passed on
 for method in $DRAFTERS; do
     stage "$method" 135 "$PYTHON" train.py --method "$method" --preset gpu --resume $COMMON $DRAFTER > /dev/null &
