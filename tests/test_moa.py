@@ -2,6 +2,7 @@
 MoA: attention over layers, the on-policy mask, losses, cached drafting, the dynamic tree.
 Tiny random targets in float64.
 """
+import functools
 import math
 import random
 
@@ -84,14 +85,20 @@ def attention(q, k, v):
     return torch.cat(out)
 
 
+@functools.cache
+@torch.inference_mode(False)  # what is kept may meet a gradient later
+def rotation(theta, at, D):
+    angle = at * theta ** (-torch.arange(0, D, 2).double() / D)
+    return angle.cos().float().double(), angle.sin().float().double()
+
+
 def turn(net, x, at):
     """
     Rotary positions for x (H, D) at one position, from the definition;
     the net's table is rounded to fp32.
     """
     D = x.size(-1)
-    angle = at * net.theta ** (-torch.arange(0, D, 2).double() / D)
-    cos, sin = angle.cos().float().double(), angle.sin().float().double()
+    cos, sin = rotation(net.theta, at, D)
     a, b = x[:, :D // 2], x[:, D // 2:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -243,13 +250,14 @@ def test_guesses(style, options):
     target = make_target(style)
     net, x = make_net(target, depth=3, **options), random_text(target, 2, 7)
     own = target(x)[0]
+    s = [states(net, target, row) for row in x]
     for k, (logits, truth, real) in enumerate(guesses(net, target, x), 1):
         anchors = [(b, t) for b in range(2) for t in range(7 - k - 1)]
         assert truth.tolist() == [x[b, t + 1 + k].item() for b, t in anchors]
         torch.testing.assert_close(real, torch.stack([own[b, t + k] for b, t in anchors]))
         for row, (b, t) in zip(logits, anchors):
             verified, drafted = x[b, :t + 1].tolist(), x[b, t + 1:t + 1 + k].tolist()
-            torch.testing.assert_close(row, from_scratch(net, target, verified, drafted))
+            torch.testing.assert_close(row, from_scratch(net, target, verified, drafted, s[b][:t + 1]))
 
 
 def test_guesses_short():
@@ -422,10 +430,11 @@ def test_training_halves_the_loss(options):
 def check_drafts(drafter, sampler):
     """Every value in every tree is the product of from-scratch draft probabilities along its path."""
     net, target = drafter.net, drafter.target
+    s = states(net, target, torch.tensor(drafter.seen[-1][0]))         # the longest text; others begin it
     for text, tree in drafter.seen:
-        path, s = paths(tree), states(net, target, torch.tensor(text))
+        path = paths(tree)
         for up in sorted(set(tree.parent[1:])):
-            logits = from_scratch(net, target, text, path[up], s)
+            logits = from_scratch(net, target, text, path[up], s[:len(text)])
             scores = sampler.rank(logits[None], [len(text) + len(path[up])])[0]
             q = scores.softmax(0)
             for i in (i for i, parent in enumerate(tree.parent) if parent == up):
@@ -505,8 +514,9 @@ def test_dynamic_tree(sampler, depth, breadth, nodes):
     complete(target, [1, 2, 3], 6, drafter, sampler)
     with torch.no_grad():
         for text, tree in drafter.seen[:2]:
-            assert len(tree) <= nodes == drafter.cache_rows and all(up < i for i, up in enumerate(tree.parent))
-            left = 3 + 6 - len(text) - 2                               # a deeper node would never be emitted
+            assert len(tree) <= nodes == drafter.cache_rows
+            assert all(up < i for i, up in enumerate(tree.parent))
+            left = 3 + 6 - len(text) - 2  # a deeper node would never be emitted
             expect = brute_force(net, target, text, tree.tokens[0], min(depth, left), breadth, nodes, sampler)
             got = {tuple(path): v for path, v in zip(paths(tree), tree.value)}
             assert got.keys() == expect.keys() and len(got) == len(tree)
@@ -643,6 +653,7 @@ def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
             cache.keep(range(len(new)))
             drafter.observe(new, hidden[0], cache)
             drafter.draft(text[S], Sampler())
+            s = states(net, target, torch.tensor(text[:S]))
             for end in range(S + 1, S + 8):
-                logits = drafter.alone(text[S:end])
-                assert (logits[0] - from_scratch(net, target, text[:S], text[S:end])).abs().max() < 1e-6
+                want = from_scratch(net, target, text[:S], text[S:end], s)
+                assert (drafter.alone(text[S:end])[0] - want).abs().max() < 1e-6
