@@ -92,6 +92,7 @@ def read_prompts(path):
         lines = [line.strip() for line in read_lines(path) if line.strip()]
         as_json = bool(lines) and lines[0].startswith("{")
         conversations = [json.loads(line)["turns"] if as_json else [line] for line in lines]
+        json.dumps(conversations, ensure_ascii=False).encode()         # raises for half of a character
     except DAMAGED as e:
         fail(f"--self-prompts {path} cannot be read ({type(e).__name__}: {e}): "
              "it needs a prompt a line, or JSON lines")

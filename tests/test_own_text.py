@@ -180,7 +180,7 @@ def test_prompts_that_cannot_be_read(chat_model, tmp_path, capsys):
     prompts = tmp_path / "prompts"
     assert "cannot be read" in refused(capsys, run, *self, "--self-prompts", prompts)
     for text in ("", '{"turns": []}', '{"turns": "a"', '{"turn": ["a"]}', '{"turns": [1]}',
-                 '{"turns": ["a"]}\nb'):
+                 '{"turns": ["a"]}\nb', '{"turns": ["\\ud800"]}'):
         prompts.write_text(text)
         refused(capsys, run, *self, "--self-prompts", prompts)
     prompts.write_text("long " * 200)
