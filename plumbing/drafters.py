@@ -80,7 +80,7 @@ def load_target(opt, client=False):
         kinds = ("backbone", "client") if client else ("backbone",)
         target, tokenizer, _ = load_model(path, device, dtype, kinds)
     target = for_decoding(target, opt.compile)
-    if not client:                                                     # which has a part of it, and verifies nothing
+    if not client:                                                     # which verifies nothing
         pick_threads(target, opt.threads)
         wishes = {"--compile": opt.compile, "--graphs": opt.graphs, "--no-exact": not opt.exact}
         make_exact(target, most_nodes(device), next((option for option, wish in wishes.items() if wish), ""))

@@ -637,7 +637,7 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys, 
         tensors, meta = plumbing.checkpoint.load(path, "", "")
         assert tensors["head.ids"].numel() == meta["options"]["draft_vocab"] == 60
         assert "head.lm_rows" not in tensors
-        sample.main([*common, "--method", "medusa", "--tree", "60,9", "--max-new-tokens", "9"])
+        sample.main([*common, *ask, "--method", "medusa", "--tree", "60,9"])
     capsys.readouterr()
     err = refused(capsys, train.main, [*common, "--method", "backbone"])
     assert "leave --backbone out" in err
