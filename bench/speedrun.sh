@@ -20,7 +20,7 @@ case "${1:-}" in
     ;;
 --dry)
     OUT=${OUT:-out/speedrun-dry}
-    PATIENCE=5 DEVICE=cpu DATA=plumbing    # who knows what else this CPU does: limits times 5
+    PATIENCE=5 DEVICE=cpu DATA=bench/prompts.txt    # who knows what else this CPU does: limits times 5
     BACKBONE="--minutes 0.02 --batch-size 2 --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 32 --n-ffn 64"
     BACKBONE="$BACKBONE --vocab-size 300 --block-size 128 --first-length 32"
     DRAFTER="--minutes 0.01 --batch-size 2" EAGLE="--train-minutes 0.01"
