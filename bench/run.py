@@ -50,7 +50,8 @@ from plumbing.budget import how_many
 from plumbing.checkpoint import DAMAGED, load_model, out_folder, versions
 from plumbing.compare import gap
 from plumbing.drafters import given, load_drafter, load_target, own_options
-from plumbing.options import DTYPES, OUT, command, fail, gpu, parse, parse_tree, say
+from plumbing.options import DTYPES, OUT, command, fail, gpu, parse, say
+from plumbing.shapes import parse_tree
 from plumbing.pretrained import load_pretrained, to_hf
 from plumbing.text import Corpus, digest, read_lines, read_texts
 
