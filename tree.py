@@ -1,11 +1,11 @@
 r"""
 Token trees: the target's choice, the walk along it, and the decode loop that every method shares.
 
-Idea     The target's token at position t is a function of the text before t alone: argmax of its logits, plus T
-         times a row of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of continuations, one forward
-         of the target with a tree mask gives the target's choice after every node, and we walk down while a child
-         carries the choice. Every emitted token is the target's own: a drafter changes how many a step yields, never
-         which.
+Idea     The target's token at position t is a function of the text before t alone: argmax of its logits
+         plus T times a row of Gumbel noise that belongs to (seed, t). A drafter guesses a tree of
+         continuations, one forward of the target with a tree mask gives its choice after every node, and
+         we walk down while a child carries the choice. Every emitted token is the target's own: a drafter
+         changes how many a step yields, never which.
 
              root x          tree mask     x a b c        target's choice after    x   a   b   c
              /    \                     x  1 . . .                                 b   e   c   d
@@ -15,11 +15,7 @@ Idea     The target's token at position t is a function of the text before t alo
 
 Maths    x_t = argmax_v [ z_t(v) + T g_t(v) ]  is a sample of softmax(z_t / T)                  (Gumbel-max)
          Sharing g: drafter-invariant speculative decoding (Daliri, Musco, Suresh 2024, arXiv:2408.07978)
-         tau = new tokens / target forwards after the prompt's, 1 <= tau <= depth + 1
-
 Shapes   N nodes of a tree (root included), K draft positions, V vocabulary, S cached tokens
-
-A drafter is any object that plumbing/contract.py describes: start, observe what became text, draft a tree.
 """
 import heapq
 import math
@@ -35,67 +31,64 @@ import torch
 
 class Sampler:
     """
-    Turns logits into choices. Temperature 0 is greedy; top_k 0 and top_p 1 mean off. The same seed gives the same text,
-    whoever drafts; another sample of the same prompt needs another seed. share=False hides the noise from drafters.
-
-    Raises ValueError for values that make no sense.
+    Turns logits into choices. Temperature 0 is greedy; top_k 0 and top_p 1 mean off. The same seed gives
+    the same text, whoever drafts; share=False hides the noise from drafters. Raises ValueError.
     """
 
     def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=0, share=True):
-        for ok, message in ((0 <= temperature <= 1e9, f"temperature must lie between 0 and 1e9, not {temperature}"),
-                            (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
-                            (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
-                            (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")):
+        rules = [(0 <= temperature <= 1e9, f"temperature must lie between 0 and 1e9, not {temperature}"),
+                 (top_k >= 0, f"top-k must be 0 (off) or more, not {top_k}"),
+                 (0 <= top_p <= 1, f"top-p must lie between 0 and 1, not {top_p}"),
+                 (0 <= seed < 2**64, f"seed must lie between 0 and 2^64 - 1, not {seed}")]
+        for ok, rule in rules:
             if not ok:
-                raise ValueError(message)
-        temperature = 0.0 if temperature < 1e-30 else temperature     # single precision cannot divide by less
-        self.temperature, self.top_k, self.top_p, self.seed, self.share = temperature, top_k, top_p, seed, share
-        self.drawn = {}                                  # position -> its noise, until the text has passed it
+                raise ValueError(rule)
+        self.temperature = 0.0 if temperature < 1e-30 else temperature  # fp32 divides by no less
+        self.top_k, self.top_p, self.seed, self.share = top_k, top_p, seed, share
+        self.drawn = {}                                                # position -> noise, until it is text
 
     def noise(self, t, V, like):
-        """(V,) Gumbel noise for the token at position t: a function of (seed, t) alone. Drawn on the CPU in float64."""
+        """(V,) Gumbel noise, -log Exp(1), for position t: from (seed, t) alone, drawn on the CPU."""
         if (t, V) not in self.drawn:
             rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, t], dtype=np.uint64)))
-            # -log Exp(1) is Gumbel
             g = torch.from_numpy(-np.log(np.maximum(rng.standard_exponential(V), 1e-300)))
-            self.drawn[t, V] = g.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
+            self.drawn[t, V] = g.to(like.device, torch.float32 if like.is_mps else torch.float64)
         return self.drawn[t, V]
 
     def forget(self, t):
         """The text has passed position t: its noise is not asked for again."""
-        for key in [key for key in self.drawn if key[0] <= t]:
-            del self.drawn[key]
+        self.drawn = {key: g for key, g in self.drawn.items() if key[0] > t}
 
     def filter(self, z):
-        """Logits (N, V): what top-k and top-p exclude becomes -inf. At least one token stays; ties at the k-th stay too."""
+        """(N, V) logits: what top-k and top-p exclude becomes -inf; ties at the k-th stay, and always one."""
         if 0 < self.top_k < z.size(-1):
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -math.inf)
         if self.top_p < 1:
             top, order = z.sort(descending=True, stable=True)
             p = ((top - top[..., :1]) / self.temperature).softmax(-1)
-            drop = p.cumsum(-1) - p >= self.top_p                    # the tokens before it hold top_p already
+            drop = p.cumsum(-1) - p >= self.top_p                      # those before it hold top_p already
             drop[..., 0] = False
             z = z.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
         return z
 
     def scores(self, logits, positions):
-        """(N, V) logits for the tokens at N positions -> (N, V) scores whose argmax is the choice: z + T g."""
-        z = logits.double() if logits.dtype == torch.float64 else logits.float()
+        """Logits (N, V) of N positions -> scores (N, V) whose argmax is the choice: z + T g."""
+        z = logits if logits.dtype == torch.float64 else logits.float()
         if self.temperature == 0:
             return z
         g = torch.stack([self.noise(t, z.size(-1), z) for t in positions])
         return self.filter(z) + self.temperature * g
 
     def choose(self, logits, positions):
-        """(N, V), N positions -> list of the N choices. Raises FloatingPointError on NaN, which no token can answer."""
+        """Logits (N, V) of N positions -> the N choices, a list. Raises FloatingPointError on NaN."""
         best, choice = self.scores(logits, positions).max(-1)
-        choice = choice.masked_fill_(best.isnan(), -1).tolist()        # the one wait for the device in a step
+        choice = choice.masked_fill_(best.isnan(), -1).tolist()        # a step waits here for the device
         if -1 in choice:
             raise FloatingPointError("the target's logits are NaN: its weights or dtype are broken")
         return choice
 
     def rank(self, logits, positions):
-        """Scores for a drafter's logits: with the target's own noise, so that where q = p the first guess is the choice."""
+        """A drafter's scores, with the target's own noise: where q = p its first guess is the choice."""
         return self.scores(logits, positions).float() if self.share else logits.float()
 
 
@@ -104,8 +97,8 @@ class Sampler:
 
 class Tree:
     """
-    tokens (N,) of each node, node 0 the root; parent (N,), parent[i] < i, -1 for the root; value (N,) or None: what
-    the drafter thinks of the path down to the node, as a probability.
+    tokens (N,) of the nodes, node 0 is the root; parent (N,), parent[i] < i, -1 for the root; value (N,)
+    or None: how probable the drafter thinks the path down to the node.
     """
 
     def __init__(self, tokens, parent, value=None):
@@ -125,52 +118,47 @@ class Tree:
 
     def cut(self, depth):
         """The same tree without the nodes below depth."""
-        return self.take([i for i, d in enumerate(self.depth) if d <= depth]) if max(self.depth) > depth else self
+        keep = [i for i, d in enumerate(self.depth) if d <= depth]
+        return self.take(keep) if len(keep) < len(self) else self
 
 
 def tree_mask(parent, S=0):
     """(N,) parents -> (N, S+N) bool: node i may look at all S cached tokens, itself and its ancestors."""
-    N = len(parent)
-    mask = np.zeros((N, S + N), dtype=bool)
+    mask = np.eye(len(parent), S + len(parent), S, dtype=bool)
     mask[:, :S] = True
     for i, up in enumerate(parent):
         if up >= 0:
-            mask[i] = mask[up]
-        mask[i, S + i] = True
+            mask[i] |= mask[up]
     return torch.from_numpy(mask)
 
 
 @dataclass
 class Shape:
-    """A tree before its tokens are known: node i takes the rank[i]-th best guess of draft position depth(i)."""
+    """A tree without tokens: node i will get the rank[i]-th best guess for the position at its depth."""
     parent: list
     rank: list
     value: list = None
 
     def limit(self, K, V):
         """Cut to K draft positions and V guesses each; the root stays."""
-        keep, depth = {-1: -1}, {-1: -1}
-        out = Shape([], [], self.value and [])
-        for i, (up, r) in enumerate(zip(self.parent, self.rank)):
-            if up in keep and depth[up] < K and r < V:
-                keep[i], depth[i] = len(out.parent), depth[up] + 1
-                out.parent.append(keep[up])
-                out.rank.append(r)
-                if self.value:
-                    out.value.append(self.value[i])
-        return out
+        tree, keep = Tree(self.rank, self.parent, self.value), {-1}
+        for i, up in enumerate(tree.parent):
+            if up in keep and tree.depth[i] <= K and self.rank[i] < V:
+                keep.add(i)
+        tree = tree.take(sorted(keep)[1:])
+        return Shape(tree.parent, tree.tokens, tree.value)
 
 
 def grow(p, limit, floor=0.0):
     """
-    The Shape of at most limit nodes (root included) that is expected to be accepted furthest, if guesses for different
-    positions are right independently. p[d][r] = P(guess r for draft position d + 1 is right), falling with r; a node is
-    worth the product of p along its path. The best node next to the tree enters, until all others are below floor.
-
-    With p averaged over a calibration text: Medusa's sparse tree (2.3.3); with this step's: the best-first tree.
+    The Shape of at most limit nodes, root included, that is expected to be accepted furthest if
+    positions are guessed independently. p[d][r] = P(guess r for draft position d + 1 is right), falling
+    with r; a node is worth the product of p along its path. The best node next to the tree enters, until
+    all others are below floor. Medusa's sparse tree (2.3.3) has p from other text, best-first this
+    step's.
     """
     shape = Shape([-1], [0], [1.0])
-    heap = [(-p[0][0], 0, 0, 0)] if p else []                         # (-value, parent, draft position, rank)
+    heap = [(-p[0][0], 0, 0, 0)] if p else []                          # (-value, parent, position, rank)
     while heap and len(shape.parent) < limit:
         value, up, d, r = heapq.heappop(heap)
         if -value <= floor:
@@ -180,23 +168,22 @@ def grow(p, limit, floor=0.0):
         shape.value.append(-value)
         if r + 1 < len(p[d]):                                          # its next sibling ...
             heapq.heappush(heap, (-shape.value[up] * p[d][r + 1], up, d, r + 1))
-        if d + 1 < len(p):                                             # ... and its first child are next to it now
+        if d + 1 < len(p):                                             # ... and its first child may enter
             heapq.heappush(heap, (value * p[d + 1][0], len(shape.parent) - 1, d + 1, 0))
     return shape
 
 
 def plant(root, scores, shape=None, limit=16, floor=0.0):
     """
-    A tree for draft positions that are guessed independently. scores (K, V), one row a position, from Sampler.rank.
-    shape fixes the topology; without one the best-first tree of this step is grown, of at most limit nodes.
+    A Tree for draft positions that are guessed independently. scores (K, V) as Sampler.rank gives them.
+    shape fixes the topology; without one the best-first tree of at most limit nodes is grown.
     """
     K, V = scores.shape
     shape = shape and shape.limit(K, V)
     width = min(V, limit if shape is None else max(shape.rank) + 1)
     top = scores.softmax(-1).topk(width)
     guesses, chance = top.indices.tolist(), top.values.tolist()
-    if shape is None:
-        shape = grow(chance, limit, floor)
+    shape = shape or grow(chance, limit, floor)
     tree = Tree([root] * len(shape.parent), shape.parent, [1.0] * len(shape.parent))
     for i in range(1, len(tree)):
         d, r = tree.depth[i] - 1, shape.rank[i]
@@ -206,10 +193,9 @@ def plant(root, scores, shape=None, limit=16, floor=0.0):
 
 class Levels:
     r"""
-    For drafters that guess one token after the other: the nodes run since the root, level by level, a row each.
-
-    step(d, tokens, up, mask) -> (n, V) runs the n nodes of level d. up: which row of the last level each continues;
-    mask (n, rows) bool: which of all rows, these last, each may look at.
+    For drafters that guess token after token: the nodes run since the root, level by level, a row each.
+    step(d, tokens, up, mask) -> logits (n, V) runs the n nodes of level d. up: the row in the last level
+    that each continues; mask (n, rows) bool: which of all rows, these n last, each may look at.
 
            root          rows   a b | c d         up of c and d: 1, 1
            /  \                 c: . 1 | 1 .
@@ -220,41 +206,41 @@ class Levels:
 
     def __init__(self, step, logits, sampler, S):  # logits (1, V) for what follows the root, at position S
         self.step, self.logits, self.sampler, self.S = step, logits, sampler, S
-        self.row, self.last, self.parent = {}, {0: 0}, []              # node -> its row: of all, of the last level
+        self.row, self.parent = {0: -1}, []              # node -> its row; row -> its parent's, -1 = the root
 
     def guesses(self, d, level, tokens, parent, breadth):
-        """Runs the nodes of level d - 1 -> for each its best guesses for level d: lists of (token, draft probability)."""
+        """Runs the nodes of level d - 1 -> the best guesses of each for level d, (token, probability)."""
         if d > 1:
-            up = [self.last[parent[i]] for i in level]
-            self.last = {i: n for n, i in enumerate(level)}
-            self.parent += [self.row.get(parent[i], -1) for i in level]
-            self.row |= {i: len(self.row) + n for n, i in enumerate(level)}
+            first = len(self.parent) - len(self.logits)                # row of the last level
+            up = [self.row[parent[i]] for i in level]
+            self.row |= {i: len(self.parent) + n for n, i in enumerate(level)}
+            self.parent += up
             mask = tree_mask(self.parent)[-len(level):].to(self.logits.device)
-            self.logits = self.step(d - 1, [tokens[i] for i in level], up, mask)
-        scores = self.sampler.rank(self.logits, [self.S + d])          # one position a level: one row of noise
+            self.logits = self.step(d - 1, [tokens[i] for i in level], [row - first for row in up], mask)
+        scores = self.sampler.rank(self.logits, [self.S + d])          # a level shares one row of noise
         top = scores.topk(breadth)
         logq = top.values - scores.logsumexp(-1, keepdim=True)
-        rows = torch.cat((top.indices, logq), -1).tolist()             # the one wait for the device in a level
+        rows = torch.cat((top.indices, logq), -1).tolist()             # a level waits here for the device
         return [[(int(token), math.exp(min(0.0, x))) for token, x in zip(row, row[breadth:])] for row in rows]
 
 
 def plant_best_levels(root, levels, depth, breadth, limit=16, floor=0.0, reach=0.0):
     """
-    EAGLE-2's tree (arXiv:2406.16858): run the breadth best nodes of a level, let each propose its breadth best children,
-    keep the limit best of all by path probability V > floor. A level is not run where the text reaches it with a
-    probability below reach, the sum of its nodes' V.
+    EAGLE-2's tree (arXiv:2406.16858): run the breadth best nodes of a level, let each propose its
+    breadth best children, keep the limit best of all by path probability V > floor. A level is not run
+    where the text reaches it with a probability, the sum of its nodes' V, below reach.
     """
     tokens, parent, value, level, best = [root], [-1], [1.0], [0], []
     for d in range(1, depth + 1):
         first = len(tokens)
         for up, guesses in zip(level, levels.guesses(d, level, tokens, parent, breadth)):
             for token, q in guesses:
-                if value[up] * q > floor:                              # <= its parent's: the best are connected
+                if value[up] * q > floor:                              # <= its parent's: the best form a tree
                     tokens.append(token)
                     parent.append(up)
                     value.append(value[up] * q)
         best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:limit - 1]
-        level = [i for i in best if i >= first][:breadth]              # others' children cannot be among them
+        level = [i for i in best if i >= first][:breadth]             # other parents' children cannot be best
         if not level or sum(value[i] for i in level) < reach:
             break
     return Tree(tokens, parent, value).take([0] + sorted(best))        # in order of birth: parents first
@@ -281,14 +267,9 @@ def plant_shape_levels(root, levels, depth, shape):
 
 def walk(tokens, parent, choice):
     """
-    Follow the tree along the target's own choices. Exact for any tree: a drafter changes how many tokens come out, never
-    which. (There is no q here, so nothing to correct for: sampled drafts, repeated or sorted children are all right.)
-
-    tokens  (N,)  token of each node; node 0 is the root, the last token already emitted
-    parent  (N,)  parent[i] < i is the node that node i continues, -1 for the root
-    choice  (N,)  the token the target puts after node i, with the noise of that position
-
-    Returns the accepted nodes, root first, and the 1 to depth + 1 tokens to emit; the last one is the bonus token.
+    Follow the tree, tokens and parent (N,), along the target's own choices: choice (N,), the token it puts
+    after each node, with the noise of that position. Exact for any tree: there is no q, so nothing to
+    correct for. Returns the accepted nodes, root first, and the tokens to emit, the bonus token last.
     """
     child = {(up, token): i for i, (up, token) in enumerate(zip(parent, tokens))}
     path, out = [0], [choice[0]]
@@ -300,11 +281,12 @@ def walk(tokens, parent, choice):
 
 @dataclass
 class Stats:
-    """What a generation cost. accepted[0] is the prompt's forward, which yields one token; sum(accepted) = tokens emitted."""
+    """What a text cost. accepted: tokens that each forward of the target brought, the prompt's first."""
     accepted: list = field(default_factory=list)
     nodes: int = 0                                                     # tree nodes verified in all steps
-    seconds: dict = field(default_factory=lambda: dict(prompt=0.0, draft=0.0, verify=0.0, choice=0.0, rest=0.0))
-    stop: str = ""                                      # eos, budget (max_new_tokens) or context (block_size)
+    seconds: dict = field(default_factory=lambda: dict.fromkeys(
+        ("prompt", "draft", "verify", "choice", "rest"), 0.0))
+    stop: str = ""                                                     # eos, budget (max_new_tokens), context
 
     @property
     def steps(self):
@@ -313,7 +295,7 @@ class Stats:
 
     @property
     def tau(self):
-        """Mean accepted length: tokens per target forward after the prompt's, bonus token included."""
+        """Mean accepted length, 1 to depth + 1: tokens per forward after the prompt's, bonus included."""
         return sum(self.accepted[1:]) / max(1, self.steps)
 
     @property
@@ -324,37 +306,32 @@ class Stats:
 
 
 class Text:
-    """
-    A text in the making: what generate needs beside its idea. The room that is left, the cache, clocks, a limit for every
-    draft, and what to do where a draft overflows.
-    """
+    """A text in the making, and what generate needs beside its idea: cache, room, clocks, a second try."""
 
     def __init__(self, target, prompt, max_new_tokens, drafter, sampler, eos):
-        block = target.cfg.block_size
-        if len(prompt) == 0 or not isinstance(prompt[0], int):
+        block, n = target.cfg.block_size, len(prompt)
+        if n == 0 or not isinstance(prompt[0], int):
             raise ValueError("the prompt must be one non-empty list of token ids (one sequence at a time)")
-        if len(prompt) >= block:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, which leaves no room in a context of {block}: shorten it")
+        if n >= block:
+            raise ValueError(f"the prompt has {n} tokens, which leaves no room in a context of {block}: "
+                             "shorten it")
         self.target, self.drafter, self.sampler, self.eos = target, drafter, sampler, eos
         self.device, self.stats = target.wte.weight.device, Stats()
-        self.stats.stop = "budget" if max_new_tokens <= block - len(prompt) else "context"
-        self.left = max(0, min(max_new_tokens, block - len(prompt)))   # tokens still to emit
+        self.stats.stop = "budget" if max_new_tokens <= block - n else "context"
+        self.left = max(0, min(max_new_tokens, block - n))             # tokens still to emit
         if self.done:
             return
-        max_len = len(prompt) + self.left
-        self.cache = target.new_cache(max_len + (drafter.cache_rows if drafter else 1))
+        self.cache = target.new_cache(n + self.left + (drafter.cache_rows if drafter else 1))
         self.budget = getattr(drafter, "budget", None)
-        self.clock = time.perf_counter()
         if drafter:
-            drafter.start(target, max_len)
+            drafter.start(target, n + self.left)
         if self.budget:
             self.budget.start(target)
 
     def lap(self, what):
-        """The time since the last lap was spent on this. On a GPU what was asked for is not done yet: choosing waits for it."""
-        now = time.perf_counter()
-        self.stats.seconds[what] += now - self.clock
-        self.clock = now
+        """The time since the last lap went into this. A GPU may be at work still: choosing waits for it."""
+        before, self.clock = self.clock, time.perf_counter()
+        self.stats.seconds[what] += self.clock - before
 
     def forward(self, tokens, pos, mask=None, tree=None):
         """The target on new tokens behind the text -> their last hidden states (T, C)."""
@@ -372,19 +349,18 @@ class Text:
         return self.keep(prompt, range(len(prompt)), out)
 
     def draft(self, root):
-        """The drafter sees what became text, and guesses a tree behind root."""
-        self.began = self.clock = time.perf_counter()              # what the caller did meanwhile is not ours
-        tree = Tree([root], [-1])                                      # plain decoding: a tree of one node
+        """The drafter sees what became text, and guesses a tree behind root. Plain decoding: root alone."""
+        self.began = self.clock = time.perf_counter()                  # what the caller did is not our time
+        tree = Tree([root], [-1])
         if self.drafter:
             self.drafter.observe(self.tokens, self.hidden, self.cache)
             limit = self.budget.limit() if self.budget else None
             tree = self.drafter.draft(root, self.sampler, limit)
         self.lap("draft")
-        # deeper nodes were for nothing
-        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))
+        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))  # deeper is for nothing
 
     def verify(self, tree):
-        """One forward of the target over the tree -> the tree, its own choice after every node, its logits (N, V)."""
+        """One forward of the target -> the tree, the target's choice after every node, its logits (N, V)."""
         positions = [self.cache.length + d for d in tree.depth]
         mask = tree_mask(tree.parent, self.cache.length).to(self.device)
         self.hidden = self.forward(tree.tokens, torch.tensor(positions, device=self.device), mask, tree)
@@ -396,18 +372,15 @@ class Text:
         except FloatingPointError:
             if len(tree) == 1:
                 raise
-            return self.verify(tree.cut(0))                            # no mask hides a NaN: without the drafts
+            return self.verify(tree.cut(0))                            # no mask hides a NaN: without drafts
         self.lap("choice" if self.device.type == "cpu" else "verify")
         self.stats.nodes += len(tree)
         return tree, choice, logits
 
-    def keep(self, tokens, path, out, tree=None):
-        """
-        The rows of path become text, the others are gone -> the tokens to emit, out up to the first that ends the text. tokens:
-        of all rows of the last forward.
-        """
+    def keep(self, tokens, path, out, tree=None):  # tokens: of all rows of the last forward
+        """The rows of path become text, the others are gone -> out, up to a token that ends the text."""
         end = next((i + 1 for i, token in enumerate(out) if token in self.eos), 0)
-        out = out[:end or None]                                       # cut before anything is counted or kept
+        out = out[:end or None]                                        # before anything is counted or kept
         path = path[:len(out)] if tree else path
         self.tokens, self.hidden = [tokens[i] for i in path], self.hidden[path]
         self.cache.keep(path)
@@ -428,12 +401,10 @@ class Text:
 @torch.inference_mode()
 def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(), accept=None):
     """
-    Decode after prompt (list of token ids). Yields the list of tokens that each target forward brought, cut right after a
-    token in eos, at max_new_tokens and at the end of the context (prompt and text together hold block_size tokens).
-    Returns Stats. drafter None is plain decoding: the same loop with a tree of one node. accept(tree, choice, logits) ->
-    path, tokens is walk unless another rule is handed in: medusa.py has a LOSSY one.
-
-    Raises ValueError if the prompt is empty, leaves no room for a token, or is a batch.
+    Decode after prompt, a list of token ids. Yields the tokens of each forward of the target, a list, cut
+    right after a token in eos, at max_new_tokens, and where prompt and text fill block_size. Returns Stats.
+    drafter None: plain decoding, a tree of one node. accept(tree, choice, logits) -> path, tokens takes the
+    place of walk: medusa.py has a LOSSY one. Raises ValueError: a prompt empty, too long, or a batch.
     """
     text = Text(target, prompt, max_new_tokens, drafter, sampler or Sampler(), eos)
     if text.done:
@@ -443,10 +414,10 @@ def generate(target, prompt, max_new_tokens, drafter=None, sampler=None, eos=(),
         yield out
         if text.done:
             return text.stats
-        tree = text.draft(root=out[-1])                     # guess: root, the last token, and what may follow
-        tree, choice, logits = text.verify(tree)          # one target forward: its own token after every node
+        tree = text.draft(root=out[-1])                     # guess what may follow root, the last token
+        tree, choice, logits = text.verify(tree)            # one forward: the target's choice after each node
         path, out = accept(tree, choice, logits) if accept else walk(tree.tokens, tree.parent, choice)
-        out = text.keep(tree.tokens, path, out, tree)     # the accepted path is text, rejected nodes are gone
+        out = text.keep(tree.tokens, path, out, tree)                 # the path is text now, the rest is gone
 
 
 def complete(*args, **kwargs):
