@@ -190,7 +190,7 @@ def test_prompts_that_cannot_be_read(chat_model, tmp_path, capsys):
 def test_greedy_answers_to_questions_of_its_own(chat_model, tmp_path, monkeypatch):
     """Catches greedy questions, which were all the same one, and answers that are not greedy."""
     monkeypatch.setattr(plumbing.own_text, "LONGEST", 40)
-    tokens, lengths = own(tmp_path, chat_model, "--self-temperature", "0")
+    tokens, lengths = write_only(tmp_path, chat_model, self_temperature=0.0)
     target, tokenizer, _ = load_pretrained(chat_model)
     texts = [t.tolist() for t in torch.tensor(tokens).split(lengths)]
     before, between = tokenizer.script(None)
@@ -215,7 +215,7 @@ def test_own_text_begins_as_asked(chat_model, tmp_path):
     turns = [[f"the {word}", "and?"] for word in "cat dog house tree mouse".split()]
     lines = [json.dumps({"question_id": i, "turns": t}) for i, t in enumerate(turns)]
     prompts.write_text("\n".join(lines))
-    tokens, lengths = own(tmp_path, chat_model, "--self-prompts", str(prompts))
+    tokens, lengths = write_only(tmp_path, chat_model, self_prompts=str(prompts))
     texts = [t.tolist() for t in torch.tensor(tokens).split(lengths)]
     for i, text in enumerate(texts):
         start = tokenizer.chat(turns[i % 5][:1])
@@ -223,11 +223,11 @@ def test_own_text_begins_as_asked(chat_model, tmp_path):
     corpus = Corpus([(str(i % 5), t) for i, t in enumerate(texts)])
     opening = lambda texts: {tuple(text[:12]) for text in texts}
     assert corpus.val_texts and not opening(corpus.val_texts) & opening(corpus.train_texts)
-    tokens, lengths = own(tmp_path, chat_model)
+    tokens, lengths = write_only(tmp_path, chat_model)
     before, after = tokenizer.script(None)
     assert tokens[:len(before)] == before
     prompts.write_text("the cat\n\na dog\n")
-    tokens, lengths = own(tmp_path, chat_model, "--self-prompts", str(prompts))
+    tokens, lengths = write_only(tmp_path, chat_model, self_prompts=str(prompts))
     assert tokens[:len(start)] == tokenizer.chat(["the cat"])[:len(start)]
 
 
