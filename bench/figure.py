@@ -1,12 +1,13 @@
 r"""
-README's figure: one text by plain decoding and by every method, token for token, as an SVG that is written right here.
+README's figure: one text by plain decoding and by every method, token for token, as an SVG that is written
+right here.
 
     python bench/figure.py
 
-A box is one forward of the target: accepted draft tokens green, the target's own token, its last, plain. The text stands in
-the same places in every row, because it is the same text; the script ends with an error if it is not.
+A box is one forward of the target: accepted draft tokens green, the target's own token, its last, plain. The
+text stands in the same places in every row, because it is the same text; the script ends with an error if it
+is not.
 """
-import codecs
 import os
 import shlex
 import sys
@@ -19,13 +20,17 @@ from model import arg
 from train import METHODS
 from plumbing.drafters import WEIGHTS, setup
 from plumbing.options import command, fail, parse
+from plumbing.picture import pieces, visible
 from tree import Sampler, complete
 
-NAMES = dict(plain="plain decoding", medusa="Medusa", amphista="Amphista", hidden_transfer="Hidden Transfer", moa="Mixture of Attentions")
-WIDTH, LEFT, CHAR, LINE, GAP = 900, 24, 7.8, 27, 6                     # pixels; a character of 13 px is 7.8 wide
+HERE = os.path.dirname(os.path.abspath(__file__))
+NAMES = dict(plain="plain decoding", medusa="Medusa", amphista="Amphista", hidden_transfer="Hidden Transfer",
+             moa="Mixture of Attentions")
+WIDTH, LEFT, CHAR, LINE, GAP = 900, 24, 7.8, 27, 6                     # pixels; at 13 px a character has 7.8
 STYLE = """
-text { font-family: SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px; fill: #1f2328 }
-.name { font-weight: bold } .small { font-size: 11px; fill: #59636e } .space { fill: #aab1b8 }
+text { font-family: SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px; }
+text { fill: #1f2328 } .name { font-weight: bold } .small { font-size: 11px; fill: #59636e }
+.claim { font-size: 14px; font-weight: bold } .space { fill: #aab1b8 }
 .forward path { fill: #ffffff; stroke: #8c959f } .draft { fill: #aceebb }
 """
 
@@ -33,33 +38,35 @@ text { font-family: SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospa
 @dataclass
 class Options:
     """Draw a text that all methods have decoded."""
-    svg: str = arg(os.path.join(os.path.dirname(os.path.abspath(__file__)), "figure.svg"), "the file to write")
+    svg: str = arg(os.path.join(HERE, "figure.svg"), "the file to write")
     prompt: str = arg(sample.PROMPT, "the text to continue")
     new_tokens: int = arg(48, "tokens to write", low=1, high=1000)
-    temperature: float = arg(0.0, "as for sample.py")
-    seed: int = arg(0, "as for sample.py", high=2**64 - 1)
+    temperature: float = arg(sample.Options.temperature, "as for sample.py")
+    seed: int = arg(sample.Options.seed, "as for sample.py", high=2**64 - 1)
     nodes: int = arg(8, "as for sample.py", low=1, high=4096)
     out: str = arg(WEIGHTS, "folder of checkpoints")
     device: str = arg("cpu", "as for sample.py; another may round otherwise")
 
 
-def pieces(tokenizer, tokens):
-    """Tokens -> their text each; a character of several tokens comes with its last one."""
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    out = [utf8.decode(tokenizer.decode_bytes([t])) for t in tokens]
-    return out[:-1] + [out[-1] + utf8.decode(b"", final=True)]
+def forwards(accepted):
+    """How many, in words."""
+    return f"{len(accepted)} forward{'s' * (len(accepted) > 1)}"
 
 
-def visible(text):
-    """What a reader sees of a text: one sign for each character, white space and control characters too."""
-    signs = {" ": "\N{MIDDLE DOT}", "\n": "\N{RETURN SYMBOL}", "\x7f": "\u2421", "\ufffe": "\ufffd", "\uffff": "\ufffd"}
-    return "".join(signs.get(ch) or (chr(0x2400 + ord(ch)) if ch < " " else ch) for ch in text)
+def claim(rows):
+    """What the picture is to show, in a sentence."""
+    n, plain = len(rows["plain"][0]), forwards(rows["plain"][1])
+    counts = sorted(len(accepted) for name, (_, accepted) in rows.items() if name != "plain")
+    if not counts:
+        return f"{n} tokens by {plain} of the model."
+    few = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else f"{counts[0]}"
+    return f"The same {n} tokens: {plain} of the model by plain decoding, {few} with a drafter."
 
 
-def layout(texts):
-    """Token texts -> (x, line, width) of each in pixels, the same for every row; lines are filled one after the other."""
-    places, x, line = [], LEFT, 0                                      # an empty piece of a character has room for one
-    for text in texts:
+def layout(signs):
+    """Signs of the tokens -> (x, line, width) of each in pixels, for every row; line after line is filled."""
+    places, x, line = [], LEFT, 0                                      # an empty piece has room for one
+    for text in signs:
         w = CHAR * max(1, len(text))
         if x > LEFT and x + w > WIDTH - LEFT:
             x, line = LEFT, line + 1
@@ -69,56 +76,78 @@ def layout(texts):
 
 
 def span(x0, x1, y, opens, closes):
-    """A box from x0 to x1; where its forward goes on in another line it is open, and reaches a little further."""
+    """A box from x0 to x1; open, and a little longer, where its forward goes on in another line."""
     x0, x1, h, r = x0 - (0 if opens else 8), x1 + (0 if closes else 8), LINE - 6, 4
-    left = f"M{x0 + r:.1f} {y + h}q-{r} 0 -{r} -{r}v-{h - 2 * r}q0 -{r} {r} -{r}" if opens else f"M{x0:.1f} {y}"
-    right = f"H{x1 - r:.1f}q{r} 0 {r} {r}v{h - 2 * r}q0 {r} -{r} {r}" if closes else f"H{x1:.1f}M{x1:.1f} {y + h}"
+    left, right = f"M{x0:.1f} {y}", f"H{x1:.1f}M{x1:.1f} {y + h}"
+    if opens:
+        left = f"M{x0 + r:.1f} {y + h}q-{r} 0 -{r} -{r}v-{h - 2 * r}q0 -{r} {r} -{r}"
+    if closes:
+        right = f"H{x1 - r:.1f}q{r} 0 {r} {r}v{h - 2 * r}q0 {r} -{r} {r}"
     return f'<path d="{left}{right}H{x0 + r * opens:.1f}"/>'
 
 
-def row(name, y, tokens, texts, accepted, places):
+def draw_token(signs, place, top, drafted):
+    """-> SVG of one token: its green, if it was drafted, and its signs."""
+    (x, line, w), text = place, escape(signs)
+    for sign in "\N{MIDDLE DOT}\N{RETURN SYMBOL}":
+        text = text.replace(sign, f'<tspan class="space">{sign}</tspan>')
+    y, out = top + LINE * line, []
+    if drafted:
+        size = f'width="{w:.1f}" height="{LINE - 10}"'
+        out.append(f'<rect class="draft" x="{x:.1f}" y="{y + 2}" {size} rx="2"/>')
+    length = f'textLength="{CHAR * len(signs):.1f}"'
+    return [*out, f'<text class="token" x="{x:.1f}" y="{y + 15}" {length}>{text}</text>']
+
+
+def row(name, y, signs, accepted, places):
     """One method -> SVG, and the y below it."""
-    forwards = f"{len(accepted)} forwards for {len(tokens)} tokens" if len(accepted) > 1 else f"1 forward for {len(tokens)} tokens"
-    out, i, top = [f'<g class="row" id={quoteattr(name)}>', f'<text class="name" x="{LEFT}" y="{y}">{NAMES[name]}</text>'], 0, y + 8
+    out = [f'<g class="row" id={quoteattr(name)}>',
+           f'<text class="name" x="{LEFT}" y="{y}">{NAMES[name]}</text>']
+    i, top = 0, y + 8
     for n in accepted:
         out.append('<g class="forward">')
         group, i = range(i, i + n), i + n
         lines = sorted({places[t][1] for t in group})
-        for l in lines:
-            inside = [places[t] for t in group if places[t][1] == l]
-            out.append(span(inside[0][0] - 1.5, inside[-1][0] + inside[-1][2] + 1.5, top + LINE * l, l == lines[0], l == lines[-1]))
+        for line in lines:
+            inside = [places[t] for t in group if places[t][1] == line]
+            (first, _, _), (last, _, w) = inside[0], inside[-1]
+            ends = line == lines[0], line == lines[-1]
+            out.append(span(first - 1.5, last + w + 1.5, top + LINE * line, *ends))
         for t in group:
-            x, l, w = places[t]
-            if t != group[-1]:
-                out.append(f'<rect class="draft" x="{x:.1f}" y="{top + LINE * l + 2}" width="{w:.1f}" height="{LINE - 10}" rx="2"/>')
-            text = escape(visible(texts[t]))
-            for sign in "\N{MIDDLE DOT}\N{RETURN SYMBOL}":
-                text = text.replace(sign, f'<tspan class="space">{sign}</tspan>')
-            out.append(f'<text class="token" x="{x:.1f}" y="{top + LINE * l + 15}" textLength="{CHAR * len(texts[t]):.1f}">{text}</text>')
+            out += draw_token(signs[t], places[t], top, t != group[-1])
         out.append("</g>")
+    words = f"{forwards(accepted)} for {len(signs)} tokens"
     x, last, w = places[-1]
     x, y = x + w + 16, top + LINE * last
-    if x + CHAR * len(forwards) > WIDTH - LEFT:
+    if x + CHAR * len(words) > WIDTH - LEFT:
         x, y = LEFT, y + LINE
-    return [*out, f'<text class="name" x="{x:.1f}" y="{y + 15}">{forwards}</text>', "</g>"], y + LINE + 24
+    return [*out, f'<text class="name" x="{x:.1f}" y="{y + 15}">{words}</text>', "</g>"], y + LINE + 24
 
 
 def svg(rows, texts, prompt, words):
-    """rows: {method: (tokens, accepted)} -> the whole picture. words: how it was made."""
-    places, body, y = layout(texts), [], 34
-    for name, (tokens, accepted) in rows.items():
-        part, y = row(name, y, tokens, texts, accepted, places)
+    """
+    rows: {method: (tokens, accepted)}; texts: of the tokens, which are the same in all -> the whole picture.
+    words: how it was made.
+    """
+    signs = [visible(text) for text in texts]
+    places, y = layout(signs), 64
+    body = [f'<text class="claim" x="{LEFT}" y="32">{escape(claim(rows))}</text>']
+    for name, (_, accepted) in rows.items():
+        part, y = row(name, y, signs, accepted, places)
         body += part
     shown, words = (visible(text).replace("\N{MIDDLE DOT}", " ") for text in (prompt, words))
-    notes = ["A box is one forward of the target; green: drafted and accepted; the rest is the target's own.",
+    notes = ["A box is one forward; green: drafted and accepted; the rest is the model's own.",
              "Forwards are not time: drafting costs some too (README has the tables).",
-             f"prompt: {shown if len(shown) < 110 else '…' + shown[-109:]}", f"made by: {words}"]
+             f"prompt: {shown if len(shown) < 110 else '…' + shown[-109:]}",
+             f"made by: {words}"]
     for note in notes:
         body.append(f'<text class="small" x="{LEFT}" y="{y}">{escape(note)}</text>')
         y += 18
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" xml:space="preserve">',
-                      f"<title>The same {len(texts)} tokens in {len(rows)} ways, one box for each forward of the target</title>",
-                      f"<desc>{escape(words)}; prompt: {escape(shown)}</desc>", f"<style>{STYLE}</style>",
+    size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} xml:space="preserve">',
+                      f"<title>{escape(claim(rows))}</title>",
+                      f"<desc>{escape(words)}; prompt: {escape(shown)}</desc>",
+                      f"<style>{STYLE}</style>",
                       f'<rect width="{WIDTH}" height="{y}" rx="6" fill="#f6f8fa"/>', *body, "</svg>", ""])
 
 
@@ -136,12 +165,13 @@ def main(argv=None):
     except ValueError as e:
         fail(str(e))
     tokens = rows["plain"][0]
-    for name, (text, accepted) in rows.items():
+    for name, (text, _) in rows.items():
         if text != tokens:
             fail(f"the text of {name} is another one than plain decoding's")
     for name, (text, accepted) in rows.items():
-        print(f"{NAMES[name]}: {len(accepted)} forwards for {len(text)} tokens")
-    words = f"{shlex.join(['python', 'bench/figure.py', *argv])} (temperature {opt.temperature:g}, trees of at most {opt.nodes} nodes)"
+        print(f"{NAMES[name]}: {forwards(accepted)} for {len(text)} tokens")
+    words = (f"{shlex.join(['python', 'bench/figure.py', *argv])} (temperature {opt.temperature:g}, "
+             f"seed {opt.seed}, trees of at most {opt.nodes} nodes)")
     try:
         with open(opt.svg, "w", encoding="utf-8") as f:
             f.write(svg(rows, pieces(tokenizer, tokens), opt.prompt, words))

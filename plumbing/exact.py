@@ -10,6 +10,9 @@ from model import PAGE, Exact
 from plumbing.fast import step_seconds
 
 
+INEXACT = "inexact"                                                    # in a table: plain decoding as fast as can be
+
+
 @torch.inference_mode()
 def exact_rows(target):
     """

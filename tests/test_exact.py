@@ -175,9 +175,9 @@ def test_what_holds_is_said(monkeypatch):
     target = exact_target()
     make_exact(target, 8)
     assert target.exact and target.exactness.startswith("exact")
-    make_exact(target, 8, wanted=False)
+    make_exact(target, 8, "--no-exact")
     assert target.exact is None and target.exactness == "not exact: --no-exact"
-    make_exact(target, 8, compiled=True)
+    make_exact(target, 8, "--compile")
     assert target.exact is None and "--compile" in target.exactness
     monkeypatch.setattr(plumbing.exact, "exact_rows", lambda target: None)
     make_exact(target, 8)

@@ -8,6 +8,7 @@ import figure
 import sample
 import train
 from plumbing.drafters import setup
+from plumbing.picture import visible
 from tree import Sampler, complete
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -57,7 +58,7 @@ def test_the_figure_is_what_was_decoded(temperature, trained, tmp_path, capsys):
         tokens, stats = complete(target, prompt, 45, drafter, sampler, tokenizer.stops)
         assert [len(f) for f in forwards] == stats.accepted
         assert all([green for _, green in f] == [True] * (len(f) - 1) + [False] for f in forwards)
-        assert "".join(text for f in forwards for text, _ in f) == figure.visible(tokenizer.decode(tokens))
+        assert "".join(text for f in forwards for text, _ in f) == visible(tokenizer.decode(tokens))
         counted = f"{len(stats.accepted)} forwards for {len(tokens)} tokens"
         assert line.endswith(f": {counted}") and f">{counted}</text>" in (tmp_path / "a.svg").read_text()
     again = (tmp_path / "a.svg").read_bytes()
@@ -73,7 +74,7 @@ def test_any_text_can_be_drawn(tmp_path):
     texts = ["<b>", "&amp;", '"\'', "", "\x00\x1b\x7f", " \t\n", "\u00b7\uffff", "\U0001f600"] * 9
     rows = {"plain": (texts, [1] * 72), "moa": (texts, [1, 70, 1])}
     (tmp_path / "a.svg").write_text(figure.svg(rows, texts, "\x00<&>", "python <&> \x01"), encoding="utf-8")
-    shown = '<b>&amp;"\'\u2400\u241b\u2421\u00b7\u2409\u23ce\u00b7\ufffd\U0001f600' * 9
+    shown = '<b>&amp;"\'\u2400\u241b\u2421\u00b7\u2409\u23ce\u00b7<FFFF>\U0001f600' * 9
     for forwards in drawn(tmp_path / "a.svg").values():
         assert "".join(text for f in forwards for text, _ in f) == shown
 
@@ -105,10 +106,16 @@ def test_figure_mistakes(trained, tmp_path, capsys, monkeypatch):
 def test_the_figure_of_the_readme():
     """
     A picture that is out of step with the options or broken: five rows, one text, the plain one token a
-    forward.
+    forward; a claim that it does not show.
     """
-    rows = drawn(os.path.join(ROOT, "bench", "figure.svg"))
+    path = os.path.join(ROOT, "bench", "figure.svg")
+    rows = drawn(path)
     texts = {name: [text for f in forwards for text, _ in f] for name, forwards in rows.items()}
     assert list(rows) == ["plain", *train.METHODS] and all(text == texts["plain"] for text in texts.values())
     assert len(texts["plain"]) == len(rows["plain"]) == figure.Options.new_tokens
-    assert figure.Options.new_tokens > max(len(rows[m]) for m in train.METHODS)
+    counts = [len(rows[m]) for m in train.METHODS]
+    assert figure.Options.new_tokens > max(counts)
+    said = next(t.text for t in ElementTree.parse(path).iter(SVG + "text") if t.get("class") == "claim")
+    n = len(rows["plain"])
+    assert said == (f"The same {n} tokens: {n} forwards of the model by plain decoding, "
+                    f"{min(counts)} to {max(counts)} with a drafter.")
