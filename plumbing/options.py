@@ -126,11 +126,12 @@ def pick_dtype(name, device):
 
 def bf16_cpu():
     """Does this processor multiply bfloat16 (AVX512_BF16 or AMX)?"""
-    return any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def pick_device(name="auto"):
-    """The only place that chooses a device: cuda, else mps, else cpu. Ends with a message if name is no device."""
+    """The only place that chooses a device: cuda, else mps, else cpu. A name that is none gets a message."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

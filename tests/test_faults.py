@@ -597,7 +597,7 @@ def test_a_context_shorter_than_what_is_guessed(block_size, small, text_file, ca
         assert (said is None) == (block_size >= (3 if name == "moa" else 6)), (name, said)
         assert said is None or "positions" in said
     argv = ["--method", "hidden_transfer", *argv, "--n-heads", 40]
-    assert "40 positions" in attempt(capsys, train.main, argv)
+    assert "sequences of 42 tokens" in attempt(capsys, train.main, argv)
 
 
 # --------------------------------------------------------------------------------------------------
