@@ -579,11 +579,12 @@ def test_prompts_from_stdin(data, errors, small, trained, capsys, monkeypatch):
 
 def test_an_output_that_nobody_reads(trained):
     """A traceback for sample.py | head."""
-    command = [sys.executable, "sample.py", "--out", trained, "--method", "plain", "--temperature", "1", *CPU]
+    command = [sys.executable, "sample.py", "--out", trained, "--method", "plain", "--prompt", "a", *CPU]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait() == 141 and err == b""
+    err = process.stderr.read().decode()
+    assert process.wait() == 141 and err.count("\n") <= 1, err         # at most how it decodes
+    assert not re.search("error:|BrokenPipe|Traceback", err)
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 5, 6])
