@@ -184,7 +184,8 @@ def train(cfg, target, run):
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     if cfg.recipe == 2:
         return train_jointly(cfg, net, target, run)
-    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                            fused=target.wte.weight.is_cuda)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x)
         opt.zero_grad(set_to_none=True)
@@ -236,7 +237,7 @@ def train_jointly(cfg, net, target, run):
     joint = Joint(net, target)
     opt = torch.optim.AdamW([dict(params=list(net.parameters())),
                              dict(params=list(joint.target.parameters()), lr=cfg.lr * cfg.backbone_lr)],
-                            lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+                            lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=target.wte.weight.is_cuda)
     for x in run.steps(joint, [opt], lambda x: held_out(joint, target, x)):
         # share of the joint training; below 0 in stage 1
         done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)

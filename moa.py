@@ -382,7 +382,8 @@ def train(cfg, target, run):
     learning rate (warm-up, then cosine), knows the progress (0 to 1), logs, evaluates on held-out text and saves.
     """
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
-    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                            fused=target.wte.weight.is_cuda)
     for x in run.steps(net, [opt], lambda x: loss(net, target, x)):
         total, _ = loss(net, target, x, run.progress())
         opt.zero_grad(set_to_none=True)
