@@ -172,7 +172,8 @@ class Guard:
 
     def hide(self, turn, n):
         """The n-th turn. Blanks stay outside the seams, where a template may strip them."""
-        before, words, after = re.fullmatch(r"(\s*)(.*?)(\s*)", turn, re.S).groups()
+        words = turn.strip()
+        before, after = turn.split(words, 1) if words else (turn, "")
         words = self.found.sub(lambda match: self.stand_in[match[0]], words)
         return before + self.seam(n) + words + self.seam(n) + after
 
