@@ -86,8 +86,8 @@ def load_target(opt, client=False):
         make_exact(target, most_nodes(device), next((option for option, wish in wishes.items() if wish), ""))
         if opt.graphs:
             use_graphs(target, most_nodes(device))
-    target.told = (f"{device}, {str(dtype).removeprefix('torch.')} ({why}), {torch.get_num_threads()} threads, "
-                   f"{target.exactness}")
+    target.told = (f"{device}, {str(dtype).removeprefix('torch.')} ({why}), {torch.get_num_threads()} "
+                   f"threads, {target.exactness}")
     return target, tokenizer
 
 
@@ -150,11 +150,9 @@ def load_drafter(opt, target, method, hint=None, absent=fail, own=None):
     foreign = own.keys() - inspect.signature(method.Drafter).parameters.keys()
     if foreign:
         fail(f"--{' and --'.join(sorted(foreign))} cannot be used with --method {opt.method}")
+    V = target.cfg.vocab_size if ids is None else len(ids)
     try:
-        shape = parse_tree(opt.tree, net.K, target.cfg.vocab_size if ids is None else len(ids), hits, usual)
-    except ValueError as e:
-        fail(str(e))
-    try:
+        shape = parse_tree(opt.tree, net.K, V, hits, usual)
         drafter = method.Drafter(net, target, shape, capacity, opt.floor, **own)
     except ValueError as e:
         fail(str(e))
