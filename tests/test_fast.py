@@ -4,9 +4,14 @@ import torch
 
 import model as M
 import plumbing.fast
+import sample
+import train
 from conftest import tiny
 from model import GPT, GPTConfig
-from plumbing.fast import for_decoding
+from plumbing.drafters import setup
+from plumbing.fast import PackedLinear, for_decoding
+from remote import refused
+from tree import complete
 
 EXACT = dict(atol=1e-10, rtol=1e-10)                                   # float64
 
@@ -68,3 +73,70 @@ def test_remembered_states_are_the_targets():
         assert len(memory.kept) == kept and sum(forwards) == expected
     cache = target.new_cache(12)
     assert torch.equal(memory(texts[:1], cache=cache), hidden(texts[:1], cache=target.new_cache(12)))
+
+
+@pytest.fixture
+def graphs():
+    """How many graphs torch.compile has made in this test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+LONG = [pytest.param(method, "aot_eager", marks=pytest.mark.long) for method in train.METHODS]
+
+
+@pytest.mark.parametrize("method, backend", [("plain", "aot_eager"), ("amphista", "eager"), *LONG])
+def test_compiled_text_is_the_same(method, backend, trained, graphs, monkeypatch, capsys):
+    """
+    Catches forwards that torch.compile gets wrong or does not get,
+    and graphs that belong to one length of text.
+    """
+    # What is traced runs as it is, which saves minutes; eager takes the least,
+    # aot_eager also has the writes to a cache as a compiler sees them.
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend=backend, **options))
+    args = ["--out", trained, "--max-new-tokens", 30, "--temperature", 1, "--method", method, "--nodes", 4]
+    prompts = ["the cat ", "a big dog sees the house and "]
+    texts = []
+    for prompt in prompts:
+        sample.main([str(a) for a in [*args, "--prompt", prompt]])
+        texts.append(capsys.readouterr().out)
+    assert graphs() == 0
+    opt = sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True)
+    target, tokenizer, drafter, sampler = setup(opt, train.METHODS)
+    made = []
+    for text, prompt in zip(texts * 2, prompts * 2):
+        ids = tokenizer.start + tokenizer.encode(prompt)
+        tokens, _ = complete(target, ids, 30, drafter, sampler, tokenizer.stops)
+        assert prompt + tokenizer.decode(tokens) + "\n" == text
+        made.append(graphs())
+    assert made[0] > 0 and made[1] == made[3], f"{made} graphs after each text"
+
+
+@pytest.mark.long
+def test_compiled_by_inductor(graphs):
+    """Catches matrices that only the eager mode can multiply: packed ones are opaque to the compiler."""
+    shape = dict(n_layer=1, n_embd=384, n_ffn=384, n_head=2, n_kv_head=2, dtype=torch.float32)
+    target, plain = (for_decoding(tiny(**shape), compile) for compile in (True, False))
+    assert isinstance(target.blocks[0].attn.qkv, PackedLinear) or not torch.backends.mkl.is_available()
+    for n in (1, 3, 5):
+        idx, caches = torch.arange(n)[None], (target.new_cache(20), plain.new_cache(20))
+        for cache, model in zip(caches, (target, plain)):
+            model.hidden(torch.arange(8)[None], cache=cache)
+            cache.keep(range(8))
+        a, b = (m(idx, cache=cache)[0] for cache, m in zip(caches, (target, plain)))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        mine, other = (cache.read(slice(8 + n)) for cache in caches)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    assert 1 <= graphs() <= 3
+
+
+def test_compile_where_nothing_can_be_compiled(trained, monkeypatch, capsys):
+    """Catches a traceback of a hundred lines where there is no C++ compiler."""
+    def broken(f, **options):
+        raise RuntimeError("No working C++ compiler found\nin: g++")
+    monkeypatch.setattr(torch, "compile", broken)
+    said = refused(capsys, sample.main, "--out", trained, "--method", "plain", "--compile")
+    assert "--compile does not work here (RuntimeError: No working C++ compiler found): leave it out" in said

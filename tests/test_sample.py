@@ -11,10 +11,8 @@ import torch
 
 import sample
 import train
-from conftest import tiny
 from plumbing.checkpoint import load, save
 from plumbing.drafters import setup
-from plumbing.fast import PackedLinear, for_decoding
 from test_compare import table
 from test_page import contents
 from tree import Stats, complete
@@ -371,68 +369,6 @@ def test_the_warm_up_leaves_nothing_behind(more, trained, monkeypatch, capsys):
     def same(err):                                                     # but for the speed
         return re.sub(speed, "", err)
     assert same(shown) == same(eager.err.partition("\n")[2])
-
-
-@pytest.fixture
-def graphs():
-    """How many graphs torch.compile has made in this test."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-
-
-OTHERS = [pytest.param(m, marks=pytest.mark.long) for m in train.METHODS if m != "amphista"]
-
-
-@pytest.mark.parametrize("method", ["plain", "amphista", *OTHERS])
-def test_compiled_text_is_the_same(method, trained, graphs, monkeypatch, capsys):
-    """
-    Catches forwards that torch.compile gets wrong or does not get, and graphs that belong to one length of
-    text.
-    """
-    real = torch.compile                                               # what is traced runs as it is: faster
-    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
-    args = ["--out", trained, "--max-new-tokens", 30, "--temperature", 1, "--method", method, "--nodes", 4]
-    prompts = ["the cat ", "a big dog sees the house and "]
-    texts = [run(capsys, *args, "--prompt", prompt).out for prompt in prompts]
-    assert graphs() == 0
-    opt = sample.Options(out=trained, method=method, nodes="4", temperature=1.0, compile=True)
-    target, tokenizer, drafter, sampler = setup(opt, train.METHODS)
-    made = []
-    for text, prompt in zip(texts * 2, prompts * 2):
-        ids = tokenizer.start + tokenizer.encode(prompt)
-        tokens, _ = complete(target, ids, 30, drafter, sampler, tokenizer.stops)
-        assert prompt + tokenizer.decode(tokens) + "\n" == text
-        made.append(graphs())
-    assert made[0] > 0 and made[1] == made[3], f"{made} graphs after each text"
-
-
-@pytest.mark.long
-def test_compiled_by_inductor(graphs):
-    """Catches matrices that only the eager mode can multiply: packed ones are opaque to the compiler."""
-    shape = dict(n_layer=1, n_embd=384, n_ffn=384, n_head=2, n_kv_head=2, dtype=torch.float32)
-    target, plain = (for_decoding(tiny(**shape), compile) for compile in (True, False))
-    assert isinstance(target.blocks[0].attn.qkv, PackedLinear) or not torch.backends.mkl.is_available()
-    for n in (1, 3, 5):
-        idx, caches = torch.arange(n)[None], (target.new_cache(20), plain.new_cache(20))
-        for cache, model in zip(caches, (target, plain)):
-            model.hidden(torch.arange(8)[None], cache=cache)
-            cache.keep(range(8))
-        a, b = (m(idx, cache=cache)[0] for cache, m in zip(caches, (target, plain)))
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        mine, other = (cache.read(slice(8 + n)) for cache in caches)
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-    assert 1 <= graphs() <= 3
-
-
-def test_compile_where_nothing_can_be_compiled(trained, monkeypatch, capsys):
-    """Catches a traceback of a hundred lines where there is no C++ compiler."""
-    def broken(f, **options):
-        raise RuntimeError("No working C++ compiler found\nin: g++")
-    monkeypatch.setattr(torch, "compile", broken)
-    assert "--compile does not work here (RuntimeError: No working C++ compiler found): leave it out" in \
-        refused(capsys, "--out", trained, "--method", "plain", "--compile")
 
 
 def test_what_exactness_costs(trained, capsys):
