@@ -59,7 +59,7 @@ class Serve:
                      "else float32", choices=DTYPES)
     threads: int = arg(0, "processor threads; 0 = as many as pay", high=1024)
     exact: bool = arg(True, "verify bit for bit as plain decoding does; off = as fast as can be")
-    method, backbone, compile, graphs = "moa", "", False, False                       # no options: this is MoA's server
+    method, backbone, compile, graphs = "moa", "", False, False        # no options: this is MoA's server
 
 
 class Server(http.server.ThreadingHTTPServer):

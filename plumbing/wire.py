@@ -90,7 +90,8 @@ def read_open(message, target, net):
     refuse_unless(text and are_ints(text, 0, cfg.vocab_size),
                   f"text must be a list of tokens below {cfg.vocab_size}")
     refuse_unless(is_int(max_len, len(text) + 1, cfg.block_size + 1),
-                  f"max_len must lie above the {len(text)} tokens of the text, and not above {cfg.block_size}")
+                  f"max_len must lie above the {len(text)} tokens of the text, "
+                  f"and not above {cfg.block_size}")
     refuse_unless(is_int(message.get("have"), 0, len(text)), f"have must lie between 0 and {len(text) - 1}")
     numbers = {name: message.get(name) for name in ("temperature", "top_k", "top_p", "seed")}
     for name, x in numbers.items():
@@ -105,7 +106,8 @@ def read_open(message, target, net):
 def read_verify(message, length, max_len, vocab_size, max_nodes):
     """What a /verify asks about a text that has length tokens, of max_len at most -> its Tree."""
     tokens, parent = message.get("tokens"), message.get("parent")
-    refuse_unless(is_int(message.get("length"), length, length + 1), f"the text has {length} tokens here", 409)
+    refuse_unless(is_int(message.get("length"), length, length + 1),
+                  f"the text has {length} tokens here", 409)
     refuse_unless(are_ints(tokens, 0, vocab_size) and 0 < len(tokens) <= max_nodes,
                   f"tokens must be 1 to {max_nodes} tokens below {vocab_size}")
     is_tree = type(parent) is list and len(parent) == len(tokens) and is_int(parent[0], -1, 0)
@@ -140,7 +142,7 @@ def pack(answer, tensors, wire):
 
 def unpack(data, like):
     """What pack wrote -> the dict, and the tensors in the dtype and on the device of like."""
-    n, = struct.unpack("<Q", data[:8])                                 # a safetensors file: n bytes of JSON come first
+    n, = struct.unpack("<Q", data[:8])                                 # safetensors: n bytes of JSON first
     answer = json.loads(json.loads(data[8:8 + n])["__metadata__"]["answer"])
     raw = {name: x.to(like.device) for name, x in safetensors.torch.load(data).items()}
     tensors = {}

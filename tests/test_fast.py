@@ -67,7 +67,8 @@ def test_remembered_states_are_the_targets():
     target.hidden = lambda x, *a, **o: forwards.append(len(x)) or hidden(x, *a, **o)
     for room, kept, expected in ((1e9, 5, 5), (3.5 * 12 * 16 * 2, 3, 3 + 8), (0, 0, 21)):
         forwards, memory = [], plumbing.fast.StateCache(target, room)
-        for order in ([4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]):
+        orders = [[4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]]
+        for order in orders:
             x = texts[order]
             torch.testing.assert_close(memory(x), hidden(x).bfloat16().double(), rtol=0, atol=0)
         assert len(memory.kept) == kept and sum(forwards) == expected

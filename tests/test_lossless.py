@@ -384,7 +384,8 @@ def test_drafts_do_not_depend_on_how_the_text_came_about(method, sampling):
         assert max(stats.accepted) >= 4 and len(guided.drafts) > 4
         for n, draft in guided.drafts.items():
             seen = len(truth) - (n - len(prompt))  # a new drafter, given the same text as a prompt
-            fresh = Guided(method_drafter(method, target, capacity=10, seed=1), Artificial(prompt + truth, 23))
+            inner = method_drafter(method, target, capacity=10, seed=1)
+            fresh = Guided(inner, Artificial(prompt + truth, 23))
             run = generate(target, (prompt + truth)[:n], seen, fresh, Sampler(**sampling))
             next(run), next(run)
             alone = fresh.drafts[n]

@@ -757,7 +757,8 @@ def test_typical_at_temperature_zero_is_the_walk():
         for epsilon, delta in ((0.09, 0.3), (0.0, 0.0), (1.0, 0.99), (0.999, 50.0)):
             sampler = Sampler(0.0, top_k=2, top_p=0.5)
             choice = sampler.choose(z, range(len(tokens)))
-            path, out = walk_typical(tokens, parent, choice, Typical(sampler).probabilities(z), epsilon, delta)
+            p = Typical(sampler).probabilities(z)
+            path, out = walk_typical(tokens, parent, choice, p, epsilon, delta)
             assert (path, out) == walk(tokens, parent, choice)
             longest = max(longest, len(path))
     assert longest > 3
