@@ -660,7 +660,7 @@ def test_text_that_comes_again_costs_no_forward(kind, chat_model, text_file, tmp
         seen.clear()
         train.main(["--backbone", chat_model, "--out", str(tmp_path / room), "--device", "cpu",
                     "--data", text_file, "--method", kind, "--steps", "20", "--batch-size", "8",
-                    "--state-cache", room])
+                    "--anchors", "8", "--state-cache", room])
         assert len(seen) == len(set(seen)) < 160 if room == "1" else len(seen) > 160
         weights[room] = load_file(str(tmp_path / room / f"tiny-chat/{kind}/model.safetensors"))
     for name, w in weights["1"].items():
