@@ -5,30 +5,6 @@ import pytest
 
 from model import GPTConfig, arg
 from plumbing.options import parse, pick_device
-from plumbing.shapes import parse_tree
-from tree import grow
-from plumbing.shapes import cartesian, chain
-
-
-def test_parse_tree():
-    """A text that names no tree but is taken for one; a tree beyond what the drafter guesses."""
-    assert parse_tree("best", 4, 100) is None
-    assert parse_tree("chain", 4, 100) == chain(4) and parse_tree("chain", 4, 100, nodes=3) == chain(2)
-    assert parse_tree("chain", 4, 100, nodes=1) == chain(0)
-    assert parse_tree("4,2,1", 4, 100) == cartesian(4, 2, 1)
-    assert parse_tree(" 3 , 2", 4, 100) == cartesian(3, 2)
-    assert parse_tree("4,2", 4, 2) == cartesian(2, 2)                  # a vocabulary of two
-    p = [[0.5, 0.2], [0.4, 0.3]]
-    assert parse_tree("sparse", 2, 100, p, nodes=4) == grow(p, 4)
-    assert parse_tree("sparse", 1, 1, p).parent == [-1, 0]
-    for text in ("", "0", "-1", "4,0", "4,,2", "x", "2.5", "chain,2", "best ", "Best", "4;2", "5000", "70,70",
-                 "nan"):
-        with pytest.raises(ValueError, match="best, sparse, chain"):
-            parse_tree(text, 4, 10**6)
-    with pytest.raises(ValueError, match="5 deep"):
-        parse_tree("1,1,1,1,1", 4, 100)
-    with pytest.raises(ValueError, match="calibration"):
-        parse_tree("sparse", 4, 100)
 
 
 def refused(capsys, call, *words):

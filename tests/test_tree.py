@@ -1,5 +1,4 @@
 """Trees, masks, the walk and the sampler: against brute force, and against the distribution they promise."""
-import itertools
 import math
 import random
 
@@ -9,8 +8,8 @@ import torch
 
 import moa
 from model import GPT, GPTConfig
-from tree import Levels, Sampler, Shape, Stats, Tree, grow, plant, plant_best_levels, tree_mask, walk
 from plumbing.shapes import cartesian, chain
+from tree import Levels, Sampler, Shape, Stats, Tree, grow, plant, plant_best_levels, tree_mask, walk
 
 
 def random_parents(rng, N):
@@ -61,18 +60,6 @@ def test_depth_and_cut():
                 path = [tree.tokens[j] for j in ancestors(parent, old)]
                 assert [cut.tokens[j] for j in ancestors(cut.parent, i)] == path
         assert Tree(tree.tokens, parent).cut(0).value is None and len(tree.cut(0)) == 1
-
-
-def test_chain_and_cartesian():
-    """A chain one node short; a product whose nodes hang under the wrong parent or repeat a rank."""
-    assert chain(0) == Shape([-1], [0]) and chain(3) == Shape([-1, 0, 1, 2], [0, 0, 0, 0])
-    assert cartesian(1, 1, 1) == chain(3) and cartesian() == chain(0)
-    for widths in [(3,), (2, 3), (4, 2, 1), (2, 2, 2, 2)]:
-        shape = cartesian(*widths)
-        paths = rank_paths(shape)
-        want = [p for d in range(len(widths) + 1) for p in itertools.product(*map(range, widths[:d]))]
-        assert sorted(paths) == sorted(want) and len(set(paths)) == len(paths)
-        assert all(up < i for i, up in enumerate(shape.parent))
 
 
 def test_limit():
