@@ -58,7 +58,7 @@ LINE_ERRORS = (OSError, http.client.HTTPException, safetensors.SafetensorError, 
                ValueError, KeyError, TypeError)
 
 
-class Text:
+class RemoteText:
     """A text in the making: what the client has of it, and whether the server is there to go on with it."""
 
     def __init__(self, target, prompt, max_len, drafter, sampler, wire):
@@ -195,7 +195,7 @@ class Client:
         left = min(max_new_tokens, block_size - len(prompt))
         stop = "budget" if max_new_tokens <= block_size - len(prompt) else "context"
         stats = self.stats = RemoteStats(stop=stop)
-        text = Text(target, prompt, len(prompt) + left, drafter, sampler or Sampler(), self.opt.wire)
+        text = RemoteText(target, prompt, len(prompt) + left, drafter, sampler or Sampler(), self.opt.wire)
         if drafter:
             drafter.start(target, len(prompt) + left)
         self.clock = time.perf_counter()
@@ -206,13 +206,15 @@ class Client:
                 if end:
                     out, stats.stop = out[:end], "eos"
                 if self.alone:
+                    part = "rest"
                     stats.offline.append(len(text.tokens) - len(prompt))
                 else:
+                    part = "verify" if stats.accepted else "prompt"
                     stats.accepted.append(len(out))
                 text.tokens += out
                 left -= len(out)
                 text.sampler.forget(len(text.tokens) - 1)
-                self.lap("rest" if self.alone else "verify" if len(stats.accepted) > 1 else "prompt")
+                self.lap(part)
                 yield out
                 self.clock = time.perf_counter()                       # what the caller did is not ours
             return stats
@@ -262,7 +264,7 @@ class Client:
         root = text.tokens[-1]
         tree = Tree([root], [-1])
         if text.drafter:
-            depth = min(left - 1, PAGE - 1 - text.n_known % PAGE)      # an exact server's tree stays in its page
+            depth = min(left - 1, PAGE - 1 - text.n_known % PAGE)  # an exact server's tree stays in its page
             tree = text.drafter.draft(root, text.sampler, text.limit).cut(depth)
         self.lap("draft")
         message = dict(session=text.session, length=text.n_known, tokens=tree.tokens, parent=tree.parent)
