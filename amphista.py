@@ -1,5 +1,5 @@
 r"""
-Amphista: draft heads that see the chosen token, read adapted features, and look at each other before they speak.
+Amphista: draft heads that see the chosen token, read adapted features, and look at each other first.
 
 Paper    Li et al. 2024, arXiv:2406.13170 (NAACL 2025)
 Idea     1. As Medusa, but drafting starts from the target's own next token too: the pair (h_t, x[t+1]).
@@ -27,15 +27,17 @@ Maths    e    = rmsnorm( E x[t+1] )                                      E the t
 Shapes   B batch, T tokens, C channels, V vocabulary, K heads, M anchors of a batch in one row
 Differs  Only the abstract could be read and there is no public code, so each choice with its source:
          abstract   bidirectional auto-embedding block run once, staged adaptation layers, extends Medusa
-         digests    two causal stages fed with hidden state and chosen token; position encoding before the block
+         digests    two causal stages fed with hidden state and chosen token; position encoding before
+                    the block
          inferred   pairs (h_t, x[t+1]); the block sees one anchor only; caches hold accepted pairs, no drafts
-         recalled   (unverified) FC 2C -> C, one layer a stage, who reads which stage, one layer in the block, loss
-                    weights 1 and 0.1. Also K = 5 and K output matrices: here 4 and the shared lm_head
-         ours       learned position vectors, rmsnorm of the embedding, decay^k (Medusa's), a start at the target's
-                    own lm_head reading, feed-forward layers only C wide (at the target's width a draft took 1.53 ms
-                    instead of 1.40 and was accepted no further), lr, random anchors in training, exact acceptance,
-                    of a prompt the last 256 tokens only: on ones of 450 to 1,030 tau 1.43 with 256, with 64 and with all
-Run      python train.py --method amphista     # 2 CPU cores, 66 s: head 1 right .284 of the time, tau 2.28 at 8 nodes
+         recalled   (unverified) FC 2C -> C, one layer a stage, who reads which stage, one layer in the block,
+                    loss weights 1 and 0.1. Also K = 5 and K output matrices: here 4 and the shared lm_head
+         ours       learned position vectors, rmsnorm of the embedding, decay^k (Medusa's), a start at the
+                    target's own lm_head reading, feed-forward layers only C wide (at the target's width a
+                    draft took 1.53 ms instead of 1.40 and was accepted no further), lr, random anchors in
+                    training, exact acceptance, of a prompt the last 256 tokens only: on ones of 450 to 1,030
+                    tau 1.43 with 256, with 64 and with all
+Run      python train.py --method amphista # 2 cores, 66 s: head 1 right .284 of the time, tau 2.28 at 8 nodes
          python sample.py --method amphista --compare
 """
 from dataclasses import dataclass, replace
@@ -54,8 +56,10 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Amphista: adaptation layers and heads that see each other, on a frozen target."""
-    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1, high=1000)
-    stages: int = arg(2, "adaptation layers: 2, 1 (all heads read it) or 0 (heads read the hidden state)", choices=[0, 1, 2])
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one",
+                       low=1, high=1000)
+    stages: int = arg(2, "adaptation layers: 2, 1 (all heads read it) or 0 (heads read the hidden state)",
+                      choices=[0, 1, 2])
     token: bool = arg(True, "the stages read the embedding of the chosen token beside the hidden state")
     block: bool = arg(True, "auto-embedding block: the draft positions attend to each other")
     bidirectional: bool = arg(True, "the block looks both ways; off = a position sees only those before it")
@@ -90,9 +94,10 @@ class Net(nn.Module):
         self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
         self.layer_cfg = replace(target.cfg, style="llama", qkv_bias=False, n_ffn=cfg.n_ffn or C,
-                                 head_dim=target.cfg.head_dim + target.cfg.head_dim % 2,   # to be rotated: even
+                                 head_dim=target.cfg.head_dim + target.cfg.head_dim % 2,   # even, to rotate
                                  n_layer=max(1, cfg.stages))        # n_layer sizes the KV cache of the stages
-        self.fc = nn.ModuleList(nn.Linear(2 * C if cfg.token else C, C, bias=False) for _ in range(cfg.stages))
+        wide = 2 * C if cfg.token else C
+        self.fc = nn.ModuleList(nn.Linear(wide, C, bias=False) for _ in range(cfg.stages))
         self.layers = nn.ModuleList(Block(self.layer_cfg) for _ in range(cfg.stages))
         n_first = self.K // 2 if cfg.stages == 2 else 0      # so many heads read stage 1, the others the last
         self.proj = nn.ModuleList(nn.Linear(C, n * C) for n in (n_first, self.K - n_first) if n)
@@ -149,9 +154,9 @@ class Net(nn.Module):
 
 def guesses(net, target, x):
     """
-    What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of head k, the
-    tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1); while
-    training, M = B * cfg.anchors at most, drawn anew for every batch.
+    What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V)
+    of head k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
+    M = B * (T - k - 1); while training, M = B * cfg.anchors at most, drawn anew for every batch.
     """
     with torch.no_grad():
         h = target.hidden(x)                                           # (B, T, C)
@@ -167,11 +172,12 @@ def guesses(net, target, x):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), net.head.draft_ids(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
+        truth = net.head.draft_ids(x[row, t + 1 + k]).flatten()
+        yield guess[:, :n].flatten(0, 1), truth, own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
-    """x (B, T) -> the training loss, and the share of anchors at which each head's best guess is right (K,)."""
+    """x (B, T) -> the training loss, and how often each head's best guess is right (K,), as a share."""
     cfg, total, top1 = net.cfg, 0.0, []
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
@@ -192,8 +198,8 @@ WINDOW = 256                                     # rotary positions are relative
 
 class Drafter:
     """
-    Keeps the stages' KV caches of all pairs (h_t, x[t+1]) of the text; nothing that was only drafted enters them. Of a long
-    prompt they read the last WINDOW tokens: in training no sequence is longer.
+    Keeps the stages' KV caches of all pairs (h_t, x[t+1]) of the text; nothing that was only drafted
+    enters them. Of a long prompt they read the last WINDOW tokens: in training no sequence is longer.
     """
 
     def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
@@ -213,7 +219,7 @@ class Drafter:
         self.n += len(tokens)                                          # the root stands at position n
 
     def draft(self, root, sampler, limit=None):
-        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as all K heads see it."""
+        """-> a Tree of at most limit nodes of what the heads see after root, the token at position n."""
         h = torch.cat(self.h).unsqueeze(0)                             # (1, T, C)
         # (1, T) the root completes the last pair
         x = torch.tensor([self.tokens[1:] + [root]], device=h.device)
@@ -230,8 +236,8 @@ class Drafter:
 
 def train(cfg, target, run):
     """
-    Train stages, heads and block and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets
-    the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
+    Train stages, heads and block and return them; the target stays frozen. run (train.py) hands out
+    batches (B, T), sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text, saves.
     """
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
@@ -256,5 +262,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"amphista, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
-              "same text as plain decoding")
+        print(f"amphista, untrained, T = {T:.0f}: {len(text)} tokens in "
+              f"{len(stats.accepted)} target forwards, same text as plain decoding")

@@ -14,27 +14,26 @@ Idea     1. One target forward gives the hidden state h_t and the target's own n
                   +-- head K  --> x[t+1+K]              |                  3  x x . x
                                                         c                 (row may look at column)
 
-Maths    q_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                         (sec. 2.1.1)
-         loss = sum_k decay^k [ hard * CE( x[t+1+k], q_k ) + soft * CE( p(. | x[..t+k]), q_k ) ]      (sec. 2.2.1: hard)
-         Medusa-2:  L = L_LM + heads_weight * loss,  L_LM = CE( x[t+1], p ) or KL( p_original || p )  (sec. 2.2.2, 2.3.2)
-         paper:  W_1^(k)  W_2^(k)  lambda_k  lambda_0      here:  proj (rows of head k)  out[k-1]  decay^k  heads_weight
+Maths    q_k(. | h_t) = softmax( W2_k ( h_t + silu(W1_k h_t) ) ),   k = 1..K                      (2.1.1)
+         loss = sum_k decay^k [ hard * CE( x[t+1+k], q_k ) + soft * CE( p(. | x[..t+k]), q_k ) ]   (2.2.1)
+         Medusa-2:  L = L_LM + heads_weight * loss                                            (2.2.2)
+                    L_LM = CE( x[t+1], p )  or  KL( p_original || p )                         (2.3.2)
+         paper:  W_1^(k)  W_2^(k)  lambda_k  lambda_0      here:  proj  out[k-1]  decay^k  heads_weight
 
 Shapes   B batch, T tokens, C channels, V vocabulary, K heads, M anchors of a batch in one row
-Differs  Exact acceptance by default; the paper's typical acceptance (2.3.1) changes the text: sample.py --accept typical.
-         Heads share the target's frozen lm_head (as the authors' first trainer did); --no-share-head gives each its own
-         W2, a copy of the lm_head at the start, as in the paper: V * C weights a head, for four heads of the small
-         target more than half as many as it has itself.
-         The loss aims at the target's own distribution (--soft) more than at the text (--hard): the paper's Medusa-1 is
-         --soft 0 --hard 1, and is accepted less (README). A training step puts random anchors through the heads.
-         W1 starts at zero with its bias, so every head starts as the lm_head; the authors' code leaves a random bias.
-         Four heads, not five. The tree is grown anew each step from the heads' own probabilities; --tree sparse is the
-         paper's (2.3.3), from calibration on held-out text.
-         Medusa-2 trains all weights of a copy of the target, with AdamW, not LoRA on a quantised one. Its two stages are
-         one run with one schedule. --ramp raises the weight of the heads' loss, as eq. 2 and the authors' trainer have it;
-         the text speaks of the backbone's.
-Run      python train.py --method medusa       # 2 CPU cores, 61 s: head 1 right .136 of the time, tau 1.74 at 8 nodes
+Differs  Exact acceptance by default; sample.py --accept typical is the paper's (2.3.1) and changes the text.
+         Heads share the target's frozen lm_head (as the authors' first trainer did); --no-share-head gives
+         each its own W2 as in the paper, V * C weights, a copy of the lm_head at the start.
+         The loss aims at the target's own distribution (--soft) more than at the text (--hard): the paper's
+         Medusa-1 is --soft 0 --hard 1, and is accepted less (bench/RESULTS.md). Anchors are drawn at random.
+         W1 starts at zero with its bias, so every head starts as the lm_head; the authors' bias is random.
+         Four heads, not five. The tree is grown anew each step from the heads' own probabilities;
+         --tree sparse is the paper's (2.3.3), from calibration on held-out text.
+         Medusa-2 trains all of a copy of the target, no LoRA on a quantised one, both stages in one schedule.
+         --ramp raises the weight of the heads' loss (eq. 2, the authors' code); the text says the backbone's.
+Run      python train.py --method medusa  # 2 cores, 61 s: head 1 right .136 of the time, tau 1.74 at 8 nodes
          python sample.py --method medusa --compare
-         python train.py --method medusa --recipe 2 && python sample.py --method medusa --out out/medusa2 --compare
+         python train.py --method medusa --recipe 2      # Medusa-2; then sample.py with --out out/medusa2
 """
 import copy
 import math
@@ -54,8 +53,10 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Heads on a frozen target (Medusa-1), or heads and a backbone of their own (Medusa-2)."""
-    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one", low=1, high=1000)
-    share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix for each (the paper's)")
+    n_heads: int = arg(4, "K, number of heads; head k guesses the token k places after the next one",
+                       low=1, high=1000)
+    share_head: bool = arg(True, "heads end in the target's frozen lm_head; off = a trained output matrix "
+                           "for each (the paper's)")
     soft: float = arg(1.0, "weight of the cross-entropy against the target's own distribution")
     hard: float = arg(0.1, "weight of the cross-entropy against the text (the paper: 1, and soft 0)")
     decay: float = arg(0.8, "head k weighs decay^k in the loss", high=1)
@@ -63,13 +64,17 @@ class Config:
     steps: int = arg(400, "optimiser steps", low=1)
     batch_size: int = arg(8, "sequences in a step", low=1, high=2**20)
     lr: float = arg(3e-3, "learning rate at its peak")
-    recipe: int = arg(1, "1 = Medusa-1; 2 = Medusa-2, which also trains a copy of the backbone -> OUT/medusa2", choices=[1, 2])
+    recipe: int = arg(1, "1 = Medusa-1; 2 = Medusa-2, which also trains a copy of the backbone "
+                      "-> OUT/medusa2", choices=[1, 2])
     warmup: float = arg(0.5, "recipe 2: share of the training in which the heads learn alone (stage 1)")
-    heads_weight: float = arg(0.2, "recipe 2: lambda_0, weight of the heads' loss beside the language model's")
-    ramp: str = arg("none", "recipe 2: how heads_weight grows from 0 in the joint training", choices=["none", "linear", "sine"])
+    heads_weight: float = arg(0.2, "recipe 2: lambda_0, weight of the heads' loss beside the "
+                              "language model's")
+    ramp: str = arg("none", "recipe 2: how heads_weight grows from 0 in the joint training",
+                    choices=["none", "linear", "sine"])
     backbone_lr: float = arg(0.25, "recipe 2: learning rate of the backbone, as a share of the heads'")
-    lm: str = arg("text", "recipe 2: the backbone learns the text, or to stay what it was (kl; right for text that it wrote "
-                  "itself, for one more forward of the original a step)", choices=["text", "kl"])
+    lm: str = arg("text", "recipe 2: the backbone learns the text, or to stay what it was (kl; right for "
+                  "text that it wrote itself, for one more forward of the original a step)",
+                  choices=["text", "kl"])
 
     def __post_init__(self):
         if self.warmup >= 1:
@@ -111,10 +116,10 @@ class Net(nn.Module):
 
 def guesses(net, target, x, states=None):
     """
-    What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of head k, the
-    tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with M = B * (T - k - 1); while
-    training, M = B * cfg.anchors at most, drawn anew for every batch. states: the target's hidden states and logits on x,
-    if they are there already (Medusa-2, where gradients flow through the former).
+    What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V)
+    of head k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
+    M = B * (T - k - 1); while training, M = B * cfg.anchors at most, drawn anew for every batch.
+    states: the target's hidden states (Medusa-2: gradients flow through them) and logits, if there already.
     """
     if states is None:
         with torch.no_grad():
@@ -130,11 +135,12 @@ def guesses(net, target, x, states=None):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        yield guess[:, :n].flatten(0, 1), net.head.draft_ids(x[row, t + 1 + k]).flatten(), own[row, t + k].flatten(0, 1)
+        truth = net.head.draft_ids(x[row, t + 1 + k]).flatten()
+        yield guess[:, :n].flatten(0, 1), truth, own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x, states=None):
-    """x (B, T) -> the training loss, and the share of anchors at which each head's best guess is right (K,)."""
+    """x (B, T) -> the training loss, and how often each head's best guess is right (K,), as a share."""
     cfg, total, top1 = net.cfg, 0.0, []
     for k, (guess, truth, own) in enumerate(guesses(net, target, x, states), 1):
         error = 0.0
@@ -167,7 +173,7 @@ class Drafter:
         self.n += len(tokens)                                          # the root stands at position n
 
     def draft(self, root, sampler, limit=None):
-        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as all K heads see it."""
+        """-> a Tree of at most limit nodes of what the heads see after root, the token at position n."""
         logits = self.net(self.h, self.target)[0]                      # (K, V)
         scores = sampler.rank(self.net.head.all_tokens(logits), range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, limit or self.capacity, self.floor)
@@ -178,8 +184,8 @@ class Drafter:
 
 def train(cfg, target, run):
     """
-    Train the heads and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the learning
-    rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
+    Train the heads and return them; the target stays frozen. run (train.py) hands out batches (B, T),
+    sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
     """
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     if cfg.recipe == 2:
@@ -199,7 +205,7 @@ def train(cfg, target, run):
 # Medusa-2 (2.2.2)
 
 class Joint(nn.Module):
-    """The heads, and a copy of the target that is trained with them and decodes with them; the original stays what it is."""
+    """The heads, and a copy of the target that trains and decodes with them; the original stays as it is."""
 
     def __init__(self, net, target):
         super().__init__()
@@ -221,26 +227,25 @@ def joint_loss(joint, original, x, weight):
 
 
 def held_out(joint, original, x):
-    """For the log: the joint loss, top-1, and what the training does to the backbone: its loss on the text, in nats a token."""
+    """For the log: joint loss, top-1, and the backbone's loss on the text before and now, in nats a token."""
     total, _, top1 = joint_loss(joint, original, x, joint.net.cfg.heads_weight)
-    now, before = (F.cross_entropy(model(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten()) for model in (joint.target, original))
+    now, before = (F.cross_entropy(model(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten())
+                   for model in (joint.target, original))
     return total, top1, {"backbone_before": before, "backbone": now}
 
 
 def train_jointly(cfg, net, target, run):
     """
-    Two stages: the heads alone on the target as it is, then both together, the backbone at a lower rate. Without them
-    (--warmup 0 --backbone-lr 1 --heads-weight 1) the heads' first, large gradients damage the backbone: the paper's table 2
-    has that too. Returns a Joint. Memory: beside the original, a copy with its gradients and AdamW's two numbers a weight;
-    --lm kl adds no more than the original's logits (B, T, V).
+    Two stages: the heads alone, then the backbone too, at a lower rate; returns a Joint. Without them
+    (--warmup 0 --backbone-lr 1 --heads-weight 1) the heads' first, large gradients damage the backbone, as
+    in table 2. Memory: a copy, its gradients, AdamW's two numbers a weight; --lm kl adds logits (B, T, V).
     """
     joint = Joint(net, target)
     opt = torch.optim.AdamW([dict(params=list(net.parameters())),
                              dict(params=list(joint.target.parameters()), lr=cfg.lr * cfg.backbone_lr)],
                             lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=target.wte.weight.is_cuda)
     for x in run.steps(joint, [opt], lambda x: held_out(joint, target, x)):
-        # share of the joint training; below 0 in stage 1
-        done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)
+        done = (run.progress() - cfg.warmup) / (1 - cfg.warmup)        # of the joint training; < 0 in stage 1
         if done < 0:
             total, _ = loss(net, target, x)                 # joint.target gets no gradient and is not touched
         else:
@@ -260,20 +265,17 @@ def train_jointly(cfg, net, target, run):
 
 def walk_typical(tokens, parent, choice, p, epsilon, delta):
     """
-    LOSSY, never the default: Medusa's typical acceptance (2.3.1). A node is accepted with its parent if the target finds its
-    token likely enough, measured by how certain the target is there,
+    LOSSY, never the default: Medusa's typical acceptance (2.3.1). A node is accepted with its parent if the
+    target finds its token likely enough, measured by how certain the target is there,
 
         p(x) > min( epsilon, delta * exp(-H(p)) )          H: entropy of p in nats
 
-    whether or not the target would have chosen it. The longest accepted path is taken, the likelier of equally long ones. The
-    root, the bonus token of the step before, is accepted in any case, and the bonus token is the target's greedy choice, so
-    every step yields one token at least. At temperature 0 (p one-hot) this is walk; above, the text is no sample of the
-    target's distribution, and depends on the drafter.
+    whether or not the target would have chosen it. The longest accepted path is taken, the likelier of
+    equally long ones. The root, the bonus token of the step before, is always accepted, and the bonus
+    token is the target's greedy choice, so a step yields one token at least. At temperature 0 (p one-hot)
+    this is walk; above, the text depends on the drafter and is no sample of the target's distribution.
 
-    tokens, parent, choice  as for walk; choice is greedy
-    p  (N, V)  the target's distribution after each node, with temperature, top-k and top-p (Typical.probabilities)
-
-    Returns what walk returns.
+    p (N, V): Typical.probabilities after each node; all else as for walk, with a greedy choice.
     """
     limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
     up = parent[1:]
@@ -291,9 +293,8 @@ def walk_typical(tokens, parent, choice, p, epsilon, delta):
 
 class Typical:
     """
-    LOSSY: what generate is handed for --accept typical. sampler: temperature, top-k and top-p of the target's distribution.
-    Choices are greedy and draw no noise, at any temperature, so the seed has no effect: decode with the sampler self.greedy.
-
+    LOSSY: what generate is handed for --accept typical. sampler: the target's temperature, top-k, top-p.
+    Choices are greedy and draw no noise, so the seed has no effect: decode with the sampler self.greedy.
     Raises ValueError for values that make no sense.
     """
 
@@ -306,13 +307,13 @@ class Typical:
         self.greedy = Sampler(0.0, seed=sampler.seed, share=sampler.share)
 
     def probabilities(self, logits):
-        """(N, V) -> (N, V): what a choice is a sample of, after temperature, top-k and top-p; one-hot at temperature 0."""
+        """(N, V) -> (N, V): the target's distribution after temperature (0: one-hot), top-k and top-p."""
         s = self.sampler
         z = logits.double() if logits.dtype == torch.float64 else logits.float()
         if s.temperature == 0:
             return F.one_hot(z.argmax(-1), z.size(-1)).to(z.dtype)
         z = s.filter(z)
-        return ((z - z.max(-1, keepdim=True).values) / s.temperature).softmax(-1)      # no overflow at a tiny one
+        return ((z - z.max(-1, keepdim=True).values) / s.temperature).softmax(-1)   # shifted: no overflow
 
     def __call__(self, tree, choice, logits):
         p = self.probabilities(logits)
@@ -330,4 +331,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"medusa, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")
+        print(f"medusa, untrained, T = {T:.0f}: {len(text)} tokens in "
+              f"{len(stats.accepted)} target forwards, same text as plain decoding")

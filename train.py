@@ -138,7 +138,8 @@ def train_backbone(cfg, run):
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
     optimisers = [torch.optim.Muon(matrices, lr=cfg.lr, weight_decay=0.1, ns_steps=3),
-                  torch.optim.AdamW(rest, lr=cfg.lr_rest, betas=(0.9, 0.95), weight_decay=0.0, fused=gpu(run.device))]
+                  torch.optim.AdamW(rest, lr=cfg.lr_rest, betas=(0.9, 0.95), weight_decay=0.0,
+                                    fused=gpu(run.device))]
     for x in run.steps(model, optimisers, lambda x: backbone_loss(model, x)):
         model.zero_grad(set_to_none=True)
         total = backbone_step(model, x, cfg.accumulate)
@@ -289,8 +290,8 @@ def options(argv):
     configs = {"backbone": BackboneConfig} | {name: method.Config for name, method in METHODS.items()}
     Config = configs.get(known.method)
     opt, *cfg = parse(Options, *filter(None, [Config]), argv=argv, defaults=preset(known.method, big),
-                      epilog="options of one method: python train.py --method medusa -h; on a GPU training has bf16 "
-                      "autocast, fused AdamW and pinned batches")
+                      epilog="options of one method: python train.py --method medusa -h; on a GPU training "
+                      "has bf16 autocast, fused AdamW and pinned batches")
     return opt, cfg[0] if cfg else None, big
 
 

@@ -36,8 +36,9 @@ def how_many(nodes, target):
 
 def calibrate(method, net, target, batches, ranks=32):
     """
-    How often the r-th best guess for each draft position is right on held-out text: {"hits": K x ranks counts,
-    "samples": K counts}. Their quotients are the accuracies that Medusa's sparse tree is grown from (2.3.3).
+    How often the r-th best guess for each draft position is right on held-out text: {"hits": K x ranks
+    counts, "samples": K counts}. Their quotients are the accuracies that Medusa's sparse tree is grown
+    from (2.3.3).
     """
     hits, samples = None, None
     with torch.no_grad():
@@ -74,9 +75,10 @@ def accuracy(calibration, K=None):
 @torch.inference_mode()
 def forward_seconds(target, most, rounds=7):
     """
-    (fixed, slope): a forward of the target over n nodes behind 128 tokens, choice included, takes fixed + slope * n seconds, n
-    up to most. A straight line through each round, the median of all: where others use the machine too, one size at one
-    moment can be off by a half, and a choice between sizes would follow that.
+    (fixed, slope): a forward of the target over n nodes behind 128 tokens, choice included, takes
+    fixed + slope * n seconds, n up to most. A straight line through each round, the median of all: where
+    others use the machine too, one size at one moment can be off by a half, and a choice between sizes
+    would follow that.
     """
     S, device = min(128, target.cfg.block_size // 2), target.wte.weight.device
     sizes, lines = sorted({1, most, *(max(1, most // k) for k in (8, 4, 2))}), []
@@ -103,8 +105,9 @@ class Budget:
 
         tokens(n) / seconds(n) = (1 + a_1 + .. + a_{n-1}) / (c(n) + d)
 
-    with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step. Best-first trees of different
-    sizes are nested, so every verified tree says something of a; what it starts from, calibration, is worth weight steps.
+    with a_i = P(the i-th best node is accepted), c(n) a forward of n nodes, d all else in a step.
+    Best-first trees of different sizes are nested, so every verified tree says something of a; what it
+    starts from, calibration, is worth weight steps.
 
     prior     a_1, a_2, ... on held-out text, falling
     capacity  most nodes; one of a few numbers up to that is taken (MKL is slower at some between them)
@@ -115,10 +118,11 @@ class Budget:
     def __init__(self, prior, capacity, usual=None, weight=16):
         self.prior, self.weight, self.usual, self.c = np.zeros(capacity - 1), weight, usual or capacity, None
         self.prior[:len(prior)] = prior[:capacity - 1]
-        self.sizes = np.array([n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < capacity] + [capacity])
+        sizes = 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
+        self.sizes = np.array([n for n in sizes if n < capacity] + [capacity])
 
     def start(self, target):
-        """Another text: forget what the last one said. Before the first one the target is timed, once for all drafters."""
+        """Another text: forget the last one. Before the first the target is timed, once for all drafters."""
         if self.c is None:
             if target.seconds is None:
                 target.seconds = forward_seconds(target, len(self.prior) + 1)

@@ -1,32 +1,39 @@
 """
-What a method's file must have, so that train.py, sample.py and bench/ can use it. Everything they rely on is here.
+What a method's file must have, so that train.py, sample.py and bench/ can use it: all they rely on.
 
-Config       a dataclass of options (model.arg) that needs no arguments, with steps and batch_size; min_tokens, the
-             fewest tokens that a training sequence may have. Raises ValueError("--option ...") for what cannot be.
-Net          Net(cfg, target, vocab=None), a torch module: what is trained; the target is only borrowed, call by
-             call. Has K, its draft positions. With vocab, ids (N,) of a draft vocabulary, it ends in
-             model.DraftHead(target, vocab), called head; a Net without that argument has no draft vocabularies.
-             compiled (optional): names of its methods that --compile compiles. Raises ValueError as Config does.
-guesses      guesses(net, target, x), x (B, T): for k = 1..K yields logits (M, V), the tokens (M,) that should have been
-             guessed, and the target's own logits (M, V) for them. With net.eval() M = B (T - k - 1): all anchors t, in
-             the order of x[:, k+1:].flatten(), as calibration counts them; while training they may be fewer.
-Drafter      Drafter(net, target, shape=None, capacity=16, floor=0.0, ..): shape, a tree.Shape, fixes the tree;
-             else it has at most capacity nodes, and none of a draft probability below floor. More keyword
-             arguments are options of this method alone. It has
+Config       a dataclass of options (model.arg) that needs no arguments, with steps and batch_size;
+             min_tokens, the fewest tokens that a training sequence may have.
+             Raises ValueError("--option ...") for what cannot be.
+Net          Net(cfg, target, vocab=None), a torch module: what is trained; the target is only borrowed,
+             call by call. Has K, its draft positions. With vocab, ids (N,) of a draft vocabulary, it
+             ends in model.DraftHead(target, vocab), called head; a Net without that argument has no
+             draft vocabularies. compiled (optional): names of its methods that --compile compiles.
+             Raises ValueError as Config does.
+guesses      guesses(net, target, x), x (B, T): for k = 1..K yields logits (M, V), the tokens (M,) that
+             should have been guessed, and the target's own logits (M, V) for them. With net.eval()
+             M = B (T - k - 1): all anchors t, in the order of x[:, k+1:].flatten(), as calibration
+             counts them; while training they may be fewer.
+Drafter      Drafter(net, target, shape=None, capacity=16, floor=0.0, ..): shape, a tree.Shape, fixes the
+             tree; else it has at most capacity nodes, and none of a draft probability below floor. More
+             keyword arguments are options of this method alone. It has
 
-             cache_rows                      most cache rows that one forward writes behind the text: its largest tree
+             cache_rows                      most cache rows that one forward writes behind the text: its
+                                             largest tree
              start(target, max_len)          forget the last text; at most max_len tokens follow
-             observe(tokens, hidden, cache)  these tokens (a list of T) became text: the target's hidden states (T, C)
-                                             for them, and its cache, whose last T rows they are
-             draft(root, sampler, limit) -> Tree      what may follow root, the last emitted token, which is not yet in
-                                             the cache; limit: most nodes, None = as many as it was made for
+             observe(tokens, hidden, cache)  these tokens (a list of T) became text: the target's hidden
+                                             states (T, C) for them, and its cache, whose last T rows they are
+             draft(root, sampler, limit) -> Tree      what may follow root, the last emitted token, which is
+                                             not yet in the cache; limit: most nodes, None = as many as it
+                                             was made for
              target_forward(target, idx, pos, mask, cache, tree) -> hidden (1, N, C)       optional: runs the
                                              target itself (Hidden Transfer); tree None: the prompt
-             budget                          optional: a plumbing.budget.Budget, which says the limit of every draft
+             budget                          optional: a plumbing.budget.Budget, which says the limit of
+                                             every draft
 OPTIONS      (optional) {keyword argument of Drafter: help}: whole numbers that become command line options.
-train        train(cfg, target, run) -> Net. for x in run.steps(net, [optimisers], evaluate): x (B, T) tokens; backward;
-             run.sync(net, loss), which clips gradients and keeps the figures; the optimisers' steps. evaluate(x) ->
-             (loss, top-1 (K,)) on held-out text. run.vocab goes to Net, run.progress() is 0 at the start and 1 at the end.
+train        train(cfg, target, run) -> Net. for x in run.steps(net, [optimisers], evaluate): x (B, T)
+             tokens; backward; run.sync(net, loss), which clips gradients and keeps the figures; the
+             optimisers' steps. evaluate(x) -> (loss, top-1 (K,)) on held-out text. run.vocab goes to
+             Net, run.progress() is 0 at the start and 1 at the end.
 
 Hidden states and logits of the target are as in model.py: target.hidden(x) (B, T, C), then target.lm_head.
 """
@@ -44,8 +51,8 @@ from plumbing.options import fail
 @functools.cache
 def check_method(name, module):
     """
-    Runs an untrained method on a tiny random target, once a process. Ends with a line that names the clause, if it breaks
-    one. Takes a fraction of a second and leaves the random numbers as they were.
+    Runs an untrained method on a tiny random target, once a process. Ends with a line that names the
+    clause, if it breaks one. Takes a fraction of a second and leaves the random numbers as they were.
     """
     def need(ok, clause):
         if not ok:
@@ -55,7 +62,8 @@ def check_method(name, module):
         need(hasattr(module, part), f"it has no {part}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        target = GPT(GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, n_ffn=16, vocab_size=40, block_size=64))
+        target = GPT(GPTConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, n_ffn=16,
+                               vocab_size=40, block_size=64))
         target = target.double().eval().requires_grad_(False)
         for p in target.parameters():
             p.mul_(20 if p.dim() > 1 else 1)                    # so that its text depends on what came before
@@ -83,7 +91,8 @@ def check_net(module, cfg, target, need):
     need(type(getattr(net, "K", None)) is int and net.K > 0, "Net has no K, its draft positions")
     if "vocab" in inspect.signature(module.Net).parameters:
         ids = getattr(getattr(module.Net(cfg, target, torch.arange(8)), "head", None), "ids", None)
-        need(ids is not None and len(ids) == 8, "Net(cfg, target, vocab) has no head = DraftHead(target, vocab)")
+        need(ids is not None and len(ids) == 8,
+             "Net(cfg, target, vocab) has no head = DraftHead(target, vocab)")
     return net
 
 
@@ -97,29 +106,34 @@ def check_guesses(module, net, target, need):
         need(len(parts) == 3, "guesses yields logits, tokens and the target's logits")
         logits, truth, p = parts
         M = B * (T - k - 1)
-        need(tuple(logits.shape) == (M, 40) == tuple(p.shape), f"guesses yields logits {tuple(logits.shape)} for k = {k}, "
-             f"not B (T - k - 1) rows, {(M, 40)}")
-        need(torch.equal(truth, x[:, k + 1:].flatten()), f"guesses yields other tokens than x[:, k+1:] for k = {k}")
+        need(tuple(logits.shape) == (M, 40) == tuple(p.shape),
+             f"guesses yields logits {tuple(logits.shape)} for k = {k}, not B (T - k - 1) rows, {(M, 40)}")
+        need(torch.equal(truth, x[:, k + 1:].flatten()),
+             f"guesses yields other tokens than x[:, k+1:] for k = {k}")
 
 
 def check_drafter(module, net, target, need):
     for option in getattr(module, "OPTIONS", {}):
-        need(option in inspect.signature(module.Drafter).parameters, f"OPTIONS names {option}, which Drafter does not take")
+        need(option in inspect.signature(module.Drafter).parameters,
+             f"OPTIONS names {option}, which Drafter does not take")
     try:
         drafter = module.Drafter(net, target, None, 6, 0.0)
     except TypeError as e:
         return need(False, f"Drafter(net, target, shape, capacity, floor) cannot be made ({e})")
     for part in ("cache_rows", "start", "observe", "draft"):
         need(hasattr(drafter, part), f"Drafter has no {part}")
-    plain, real, limits = complete(target, [1, 2, 3], 12, None, Sampler(1.0))[0], drafter.draft, iter([6, 3, 2] * 4)
+    plain, _ = complete(target, [1, 2, 3], 12, None, Sampler(1.0))
+    real, limits = drafter.draft, iter([6, 3, 2] * 4)
 
     def watched(root, sampler, limit=None):
         limit = next(limits)
         tree = real(root, sampler, limit)
-        need(isinstance(tree, Tree) and tree.tokens[0] == root and tree.parent[0] == -1, "draft returns no Tree of root")
+        need(isinstance(tree, Tree) and tree.tokens[0] == root and tree.parent[0] == -1,
+             "draft returns no Tree of root")
         need(len(tree) <= limit, f"draft returns {len(tree)} nodes where the limit is {limit}")
         need(len(tree) <= drafter.cache_rows, "Drafter.cache_rows is smaller than its largest tree")
-        need(all(0 <= up < i for i, up in enumerate(tree.parent[1:], 1)), "draft returns a child before its parent")
+        need(all(0 <= up < i for i, up in enumerate(tree.parent[1:], 1)),
+             "draft returns a child before its parent")
         return tree
     need(len(inspect.signature(real).parameters) >= 3, "draft takes root, sampler and limit")
     drafter.draft = watched

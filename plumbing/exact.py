@@ -1,5 +1,5 @@
 """
-What a target needs on this machine to decode bit for bit alike in every tree (model.Exact): tried, not assumed.
+What a target needs on this machine to decode bit for bit alike in every tree (model.Exact): it is tried.
 """
 from contextlib import contextmanager
 from functools import partial
@@ -10,14 +10,15 @@ from model import PAGE, Exact
 from plumbing.fast import step_seconds
 
 
-INEXACT = "inexact"                                                    # in a table: plain decoding as fast as can be
+INEXACT = "inexact"                                            # in a table: plain decoding as fast as can be
 
 
 @torch.inference_mode()
 def exact_rows(target):
     """
-    How many rows the target's products and its attention need, so that a row's result does not depend on the rows beside it
-    -> Exact; None where no number up to 16 does. Tried on the target's own matrices, bit by bit.
+    How many rows the target's products and its attention need, so that a row's result does not depend on
+    the rows beside it -> Exact; None where no number up to 16 does. Tried on the target's own matrices,
+    bit by bit.
     """
     w, cfg = target.wte.weight, target.cfg
     if w.device.type != "cpu" or w.dtype not in (torch.float32, torch.bfloat16, torch.float64):
@@ -42,7 +43,8 @@ def exact_rows(target):
     def over_pages(pages, x):                              # (R, G, D) -> (R, G, D + 1): attention, its weight
         y, weight = flash(x.transpose(0, 1)[None], k[:, :, :pages * PAGE], v[:, :, :pages * PAGE])
         return torch.cat((y.float(), weight[..., None].float()), -1)[0].transpose(0, 1)
-    return Exact(rows, fewest([partial(at_a_time, partial(over_pages, pages), queries) for pages in (1, 2, 5)]))
+    computations = [partial(at_a_time, partial(over_pages, pages), queries) for pages in (1, 2, 5)]
+    return Exact(rows, fewest(computations))
 
 
 def at_a_time(layer, x, n):
@@ -54,8 +56,8 @@ def at_a_time(layer, x, n):
 
 def fewest(computations, most=16):
     """
-    The fewest rows at a time, 1, 2, 4, .. most, at which a row comes out as at multiples of them; 0 if there are none.
-    computation(n) -> the same rows, n at a time.
+    The fewest rows at a time, 1, 2, 4, .. most, at which a row comes out as at multiples of them; 0 if
+    there are none. computation(n) -> the same rows, n at a time.
     """
     n = 1
     while n <= most:
@@ -67,7 +69,7 @@ def fewest(computations, most=16):
 
 
 def same_shape(rows):
-    """For a GPU: every decoding forward has the same number of rows, and all attention is summed in float64."""
+    """For a GPU: every decoding forward has the same number of rows, all attention is summed in float64."""
     return Exact(rows)
 
 
@@ -79,20 +81,22 @@ def same_rows_anywhere(layer, x):
 
 @torch.inference_mode()
 def one_shape(target, rows):
-    """On a GPU -> Exact with one number of rows for all forwards, or None where a row's result depends on its place."""
+    """On a GPU -> Exact with one number of rows for all forwards; None if a row's place changes it."""
     w, cfg = target.wte.weight, target.cfg
     normal = lambda C: torch.randn(rows, C, generator=torch.Generator().manual_seed(0)).to(w)
     products = [(target.lm_head, cfg.n_embd)]
     for block in target.blocks[:1]:
-        products += [(block.attn.qkv, cfg.n_embd), (block.attn.out, cfg.n_head * cfg.head_dim), (block.mlp, cfg.n_embd)]
+        products += [(block.attn.qkv, cfg.n_embd),
+                     (block.attn.out, cfg.n_head * cfg.head_dim),
+                     (block.mlp, cfg.n_embd)]
     return same_shape(rows) if all(same_rows_anywhere(layer, normal(C)) for layer, C in products) else None
 
 
 def make_exact(target, rows, instead=""):
     """
-    Sets target.exact as it can be had here, and target.exactness: in words, what holds. rows: most rows of a forward, for
-    a GPU; instead: the option that forbids it, if one does. In float32 it is left out where it would cost a step more than
-    a quarter: there only ties of 1e-5 are at stake.
+    Sets target.exact as it can be had here, and target.exactness: in words, what holds. rows: most rows
+    of a forward, for a GPU; instead: the option that forbids it, if one does. In float32 it is left out
+    where it would cost a step more than a quarter: there only ties of 1e-5 are at stake.
     """
     target.exact, w = None, target.wte.weight
     if instead:
@@ -108,7 +112,8 @@ def make_exact(target, rows, instead=""):
         cost = step_seconds(target, n) / one_row_seconds(target)
         if cost > 1.25:
             target.exact = None
-            target.exactness = f"exact but for ties of 1e-5: in float32 {n} rows cost {cost:.1f} times one here"
+            target.exactness = (f"exact but for ties of 1e-5: in float32 {n} rows cost "
+                                f"{cost:.1f} times one here")
 
 
 def one_row_seconds(target):

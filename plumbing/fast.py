@@ -1,5 +1,5 @@
 """
-What makes the same arithmetic fast: matrices packed for a CPU, compilation, states of a frozen target that are kept.
+What makes the same arithmetic fast: packed matrices on a CPU, compilation, kept states of a frozen target.
 """
 import statistics
 import time
@@ -14,7 +14,8 @@ from plumbing.options import fail, first_line
 # --------------------------------------------------------------------------------------------------
 # Packed matrices
 
-def packed_product(x: torch.Tensor, packed: torch.Tensor, like: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_product(x: torch.Tensor, packed: torch.Tensor, like: torch.Tensor,
+                   bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (.., in) times a packed matrix of like's shape (out, in) -> (.., out)"""
     if x.dtype == torch.float32:
         return torch.ops.mkl._mkl_linear.default(x, packed, like, bias, x.numel() // x.size(-1))
@@ -28,8 +29,9 @@ opaque_product.register_fake(lambda x, packed, like, bias=None: x.new_empty(*x.s
 
 class PackedLinear(nn.Module):
     """
-    A Linear for decoding on a CPU: its matrix lies in the order in which MKL (float32) or oneDNN (bfloat16) reads it, and the 8
-    rows of a tree cost 1.5 times what one costs, not twice as much. weight is a copy, unpacked anew each time it is asked for.
+    A Linear for decoding on a CPU: its matrix lies in the order in which MKL (float32) or oneDNN
+    (bfloat16) reads it, and the 8 rows of a tree cost 1.5 times what one costs, not twice as much.
+    weight is a copy, unpacked anew each time it is asked for.
     """
 
     def __init__(self, weight, bias=None):  # (out, in), (out,)
@@ -37,8 +39,10 @@ class PackedLinear(nn.Module):
         weight = weight.detach().contiguous()
         # like: MKL looks at its shape only
         self.bias, self.like = bias, weight.new_ones(1).expand(weight.shape)
-        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, 256) if weight.dtype == torch.float32 else \
-            torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+        if weight.dtype == torch.float32:
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, 256)
+        else:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
 
     def forward(self, x):  # (.., in) -> (.., out)
         product = opaque_product if torch.compiler.is_compiling() else packed_product
@@ -57,8 +61,9 @@ class PackedLinear(nn.Module):
         """MKL's packed matrices lie so far apart in memory that small ones lose more than they gain."""
         if weight.device.type != "cpu" or weight.dim() != 2:
             return False
-        return weight.dtype == torch.float32 and torch.backends.mkl.is_available() and min(weight.shape) >= 384 or \
-            weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if weight.dtype == torch.float32:
+            return torch.backends.mkl.is_available() and min(weight.shape) >= 384
+        return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,9 +71,9 @@ class PackedLinear(nn.Module):
 
 def for_decoding(module, compile=False):
     """
-    Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU large matrices are packed, the others
-    stored column by column, which MKL multiplies with the 4 to 16 rows of a tree about 1.2 times as fast. compile: see
-    compile_steps.
+    Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU large matrices are
+    packed, the others stored column by column, which MKL multiplies with the 4 to 16 rows of a tree
+    about 1.2 times as fast. compile: see compile_steps.
     """
     module.eval().requires_grad_(False)
     for m in list(module.modules()):
@@ -87,9 +92,9 @@ def for_decoding(module, compile=False):
 
 def compile_steps(module):
     """
-    --compile: what a decoding step runs, the methods that module names in compiled, through torch.compile, in place. One graph
-    serves all lengths of text, one all trees, and one single tokens; all are made when they are first needed. Ends with a
-    message where nothing can be compiled.
+    --compile: what a decoding step runs, the methods that module names in compiled, through
+    torch.compile, in place. One graph serves all lengths of text, one all trees, and one single tokens;
+    all are made when they are first needed. Ends with a message where nothing can be compiled.
     """
     names = getattr(module, "compiled", ())
     if not names:
@@ -105,7 +110,7 @@ def compile_steps(module):
 
 @torch.inference_mode()
 def step_seconds(target, nodes, rounds=7, prepare=lambda: None):
-    """The median of some timings of two layers and lm_head over so many nodes behind a page of text. A look at a target's speed."""
+    """A target's speed: the median time of two layers and lm_head over so many nodes behind a page."""
     S = min(128, target.cfg.block_size // 2)
     cache, device = target.new_cache(S + nodes), target.wte.weight.device
     cache.length = S                                                   # rows of zeros will do
@@ -122,8 +127,8 @@ def step_seconds(target, nodes, rounds=7, prepare=lambda: None):
 
 def pick_threads(target, wanted=0):
     """
-    As many threads as pay: one where all of them bring less than a fifth, since beside other busy processes two threads wait
-    for each other. wanted: --threads, 0 = by measurement.
+    As many threads as pay: one where all of them bring less than a fifth, since beside other busy
+    processes two threads wait for each other. wanted: --threads, 0 = by measurement.
     """
     most = torch.get_num_threads()
     if wanted:
@@ -140,9 +145,10 @@ def pick_threads(target, wanted=0):
 
 class StateCache:
     """
-    Stands in for a frozen target's hidden(x) while drafters are trained: the states (T, C) of every sequence are kept, in
-    bfloat16, as long as they fit into room bytes, and a sequence that comes again costs no forward. New ones are rounded as
-    well, so what is in memory changes nothing. What decodes, with a KV cache, goes to the target.
+    Stands in for a frozen target's hidden(x) while drafters are trained: the states (T, C) of every
+    sequence are kept, in bfloat16, as long as they fit into room bytes, and a sequence that comes again
+    costs no forward. New ones are rounded as well, so what is in memory changes nothing. What decodes,
+    with a KV cache, goes to the target.
     """
 
     def __init__(self, target, room):

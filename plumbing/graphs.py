@@ -1,7 +1,8 @@
 """
---graphs: one decoding forward, captured once and replayed. A small model at batch 1 waits for the launch of its kernels more
-than for the kernels; with a fixed number of rows and a fixed cache they can be launched as one (CUDA graphs). Not measured on
-a GPU yet, so it is off by default; on a CPU the same forward runs without a graph, which is how it is tested.
+--graphs: one decoding forward, captured once and replayed. A small model at batch 1 waits for the launch
+of its kernels more than for the kernels; with a fixed number of rows and a fixed cache they can be
+launched as one (CUDA graphs). Not measured on a GPU yet, so it is off by default; on a CPU the same
+forward runs without a graph, which is how it is tested.
 """
 import torch
 
@@ -11,8 +12,9 @@ from plumbing.options import fail
 
 class Graphs:
     """
-    Stands in for a target's hidden and new_cache: trees of at most rows nodes go through one forward of just that many rows
-    over one cache of the whole context, so there is one text at a time. Prompts are read as before.
+    Stands in for a target's hidden and new_cache: trees of at most rows nodes go through one forward of
+    just that many rows over one cache of the whole context, so there is one text at a time. Prompts are
+    read as before.
     """
 
     def __init__(self, target, rows):
@@ -28,7 +30,9 @@ class Graphs:
 
     def new_cache(self, max_len, B=1):
         self.cache.length = 0
-        return self.cache if B == 1 else KVCache(self.target.cfg, max_len, B, self.idx.device, self.cache.k[0].dtype)
+        if B == 1:
+            return self.cache
+        return KVCache(self.target.cfg, max_len, B, self.idx.device, self.cache.k[0].dtype)
 
     def hidden(self, idx, pos=None, mask=None, cache=None):
         """target.hidden, for a tree by replaying the graph."""
@@ -38,12 +42,12 @@ class Graphs:
         self.idx.zero_()[:, :T] = idx
         self.pos.fill_(S)[:T] = pos
         self.at.copy_(torch.arange(S, S + self.rows))                  # the rows behind the text
-        self.mask.fill_(False)[:, 0] = True                            # a row that fills up looks at something, unread
+        self.mask.fill_(False)[:, 0] = True                # a row that fills up looks at something, unread
         self.mask[:T, :S + T] = mask
         if self.idx.device.type != "cuda":
             return self.forward()[:, :T]
         if self.graph is None:
-            self.forward()                                             # warm-up: kernels are chosen, memory is taken
+            self.forward()                                     # warm-up: kernels are chosen, memory is taken
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):

@@ -55,8 +55,8 @@ class Serve:
     out: str = arg(OUT, "folder of checkpoints, as train.py wrote it")
     checkpoint: str = arg("", "another training of the drafter: a folder or a .safetensors file")
     device: str = arg("auto", "cpu, cuda, cuda:1, mps")
-    dtype: str = arg("auto", "of the weights; auto = bfloat16 on a GPU and where the processor multiplies it, "
-                     "else float32", choices=DTYPES)
+    dtype: str = arg("auto", "of the weights; auto = bfloat16 on a GPU and where the processor "
+                     "multiplies it, else float32", choices=DTYPES)
     threads: int = arg(0, "processor threads; 0 = as many as pay", high=1024)
     exact: bool = arg(True, "verify bit for bit as plain decoding does; off = as fast as can be")
     method, backbone, compile, graphs = "moa", "", False, False        # no options: this is MoA's server
