@@ -1,15 +1,12 @@
 r"""
-Hidden Transfer: linear maps turn one token's state, part of the way up the target, into states of tokens to
-come, and the target's own upper blocks finish them.
+Hidden Transfer: linear maps make states of tokens to come inside the target; its upper blocks finish them.
 
 Paper    Wu et al. 2024, arXiv:2404.12022
-Idea     1. At the input of block l, K linear maps make K pseudo states out of the state of token n, the anchor.
-            State k stands for the token k places after the anchor, which nobody knows yet.
-         2. Pseudo states run through blocks l .. L-1 beside the real ones. They look at the text up to the anchor
-            and at the earlier states of the same anchor; no real token ever looks at them.
+Idea     1. At the input of block l, K linear maps make K pseudo states of the state of token n, the anchor.
+            State k stands for the token k places after it, which nobody knows yet.
+         2. They run through blocks l .. L-1 beside the real rows, which never look at them (table).
          3. The target's own norm and lm_head read K more tokens from them, in the same forward pass.
-         4. That pass is the verifying pass: tree nodes that may end the accepted path carry a group of K pseudo
-            states, and the group of the node that does end it is the next draft. Without a group it makes one then.
+         4. That pass verifies: likely last nodes carry K states each, and those of the true one draft next.
 
                      real rows    group of a   group of b           looks at  S  x a b   a1 a2   b1 b2
             hidden   x   a   b    a1*  a2*     b1*  b2* -> guesses     x      1  1 . .    .  .    .  .
@@ -20,24 +17,20 @@ Idea     1. At the input of block l, K linear maps make K pseudo states out of t
             0..l-1   |   |   |    not run for pseudo states            b1     1  1 . 1    .  .    1  .
                      x   a   b    (tree: x -> a, x -> b; K = 2)        b2     1  1 . 1    .  .    1  1
 
-Maths    p_k  = W_k h_n                    h_n state of anchor n at the input of block layers[k-1], k = 1..K
-         q_k  = softmax( lm_head( norm( blocks l..L-1 of p_k, given x_<=n and p_1..p_k ) ) )   at position n + k
-         loss = sum_k decay^k * KL( target( . | x_<=n+k ) || q_k )                             both are for x[n+1+k]
+Maths    p_k  = W_k h_n                  h_n: state of anchor n at the input of block layers[k-1], k = 1..K
+         q_k  = softmax( lm_head( norm( blocks l..L-1 of p_k, given x_<=n, p_1..p_k ) ) )   at position n + k
+         loss = sum_k decay^k * KL( target( . | x_<=n+k ) || q_k )                          both for x[n+1+k]
 
-Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L blocks, N tree nodes, S cached tokens
-         M anchors in a pass. Pseudo rows lie position by position, M each: row (slot of k) * M + (index of anchor)
-
+Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L blocks, N tree nodes, S cached
+         tokens, M anchors. Pseudo rows lie position by position: row (slot of k) * M + (index of anchor)
 Differs  The paper's method section could not be had, and no public code is known. What rests on what:
-         abstract    states of the context are transferred, later layers refine them, a tree verifies, lossless
-         digests     linear maps at certain layers, one for each position; they alone are trained; norm and lm_head
-                     as they are; KL to the target's own distribution (direction untold: --kl)
-         follows     position n + k (a gpt2's positions enter at the bottom: there only W_k can express it); real
-                     tokens never look at pseudo states; pseudo keys do not outlive their step
-         remembered  three positions, made about four fifths up; unchecked. Here four, to compare, three quarters up
-         our own     from h_n, not from the state before (--source); identity at the start, no bias (--init); a later
-                     state looks at earlier ones (--blind), guessed from a figure's title; decay^k; random anchors in
-                     a training step; no groups for a small target (Drafter)
-Run      python train.py --method hidden_transfer   # 2 CPU cores, 59 s: state 1 right .142 of the time, tau 1.77 at 8 nodes
+         abstract    states of the context are transferred; later layers refine them; a tree verifies; lossless
+         digests     one linear map a position is trained, by KL to the target (direction untold: --kl)
+         follows     position n + k (a gpt2's enter at the bottom: W_k must say it); pseudo keys are not kept
+         remembered  three positions, four fifths up (unchecked); here four, to compare, three quarters up
+         our own     from h_n, not the state before (--source); start (--init); earlier states are seen
+                     (--blind; from a figure's title); decay^k; random anchors; groups as measured (Drafter)
+Run      python train.py --method hidden_transfer   # 2 cores, 59 s: state 1 right .142, tau 1.77 at 8 nodes
          python sample.py --method hidden_transfer --compare
 """
 from dataclasses import dataclass
@@ -57,10 +50,12 @@ from tree import Sampler, complete, plant
 @dataclass
 class Config:
     """Hidden Transfer: pseudo states of the next K tokens on a frozen target."""
-    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one", low=1, high=1000)
-    layers: str = arg("", "block at whose input the states are made: one for all, such as 3, or one each, such as "
-                          "2,2,3,3; empty = three quarters up")
-    source: str = arg("anchor", "made from the anchor, or from the state before it", choices=["anchor", "previous"])
+    n_heads: int = arg(4, "K, number of pseudo states; state k guesses the token k places after the next one",
+                       low=1, high=1000)
+    layers: str = arg("", "block at whose input the states are made: one for all, such as 3, or one each, "
+                          "such as 2,2,3,3; empty = three quarters up")
+    source: str = arg("anchor", "made from the anchor, or from the state before it",
+                      choices=["anchor", "previous"])
     blind: bool = arg(False, "hide the pseudo states of an anchor from each other")
     init: str = arg("identity", "the maps at the start", choices=["identity", "random"])
     kl: str = arg("forward", "KL(target || draft), or KL(draft || target)", choices=["forward", "reverse"])
@@ -72,8 +67,7 @@ class Config:
     lr: float = arg(3e-3, "learning rate at its peak")
 
     @property
-    def min_tokens(self):
-        """A training sequence has so many, or more."""
+    def min_tokens(self):  # of a training sequence
         return self.n_heads + 2
 
 
@@ -88,7 +82,7 @@ class Net(nn.Module):
         C, L, K = target.cfg.n_embd, target.cfg.n_layer, cfg.n_heads
         self.cfg, self.K = cfg, K
         self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
-        self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))                     # W_k
+        self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))      # W_k
         for proj in self.proj:
             nn.init.eye_(proj.weight) if cfg.init == "identity" else nn.init.normal_(proj.weight, std=C**-0.5)
         try:
@@ -97,28 +91,27 @@ class Net(nn.Module):
             layers = []
         self.layers = layers = layers * K if len(layers) == 1 else layers
         if not layers or len(layers) != K or min(layers) < 0 or max(layers) >= L:
-            raise ValueError(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, from 0 to {L - 1}")
+            raise ValueError(f"--layers {cfg.layers} must be one number, or one for each of {K} positions, "
+                             f"from 0 to {L - 1}")
         if cfg.source == "previous" and layers != sorted(layers):
-            raise ValueError(f"--layers {cfg.layers}: with --source previous no state can be made below the one before it")
-        order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])               # k in the order of joining
+            raise ValueError(f"--layers {cfg.layers}: with --source previous no state can be made below "
+                             "the one before it")
+        order = sorted(range(1, K + 1), key=lambda k: layers[k - 1])   # k in the order of joining
         self.order, self.slot = np.array(order), [order.index(k) for k in range(1, K + 1)]
-        i, j = self.order[:, None], self.order                                      # state i looks at state j
-        self.sees = i == j if cfg.blind else i >= j                                     # (K, K)
-        self.first = min(layers)                                                    # below it: real rows only
+        i, j = self.order[:, None], self.order                         # state i looks at state j
+        self.sees = i == j if cfg.blind else i >= j                    # (K, K)
+        self.first = min(layers)                                       # below it: real rows only
 
     def layout(self, target, n, real):
-        """
-        Positions (K*M,) and mask (K*M, S+K*M) of the pseudo rows of M anchors. n (M,) are the anchors' positions,
-        real (M, S) is what they look at. State k stands at n + k; it looks at that, itself and its earlier siblings.
-        """
+        """Anchors at n (M,) that see real (M, S) -> positions (K*M,), mask (K*M, S+K*M) of their states."""
         M, device = len(n), target.wte.weight.device
         pos = np.minimum(np.add.outer(self.order, n), target.cfg.block_size - 1).flatten()
-        siblings = np.kron(self.sees, np.eye(M)).astype(bool)          # those of other anchors are never seen
+        siblings = np.kron(self.sees, np.eye(M)).astype(bool)          # another anchor's are never seen
         mask = np.concatenate((np.tile(real, (self.K, 1)), siblings), 1)
         return torch.from_numpy(pos).to(device), torch.from_numpy(mask).to(device)
 
     def join(self, l, x, h):
-        """The pseudo states that are made at the input of block l, from the anchors' states h (B, M, C), behind the rows x."""
+        """Rows x, and behind them the states made at the input of block l from the anchors' h (B, M, C)."""
         rows = [x]                                                     # (B, n, C)
         for k in self.order:
             if self.layers[k - 1] == l:
@@ -128,10 +121,9 @@ class Net(nn.Module):
 
     def forward(self, target, x, anchors, pos, mask, cache, every=False):
         """
-        Blocks first .. L-1 on N real rows x (B, N, C), N may be 0, and the pseudo rows, which join behind them on the way.
-        anchors(l, x) -> (B, M, C), the anchors' states at the input of block l; None = no pseudo rows. pos and mask are for
-        all rows. Returns {l: (B, N+K*M, C)}: the rows at the input of block l, new ones included, where rows join (or at
-        every block), and at the end, l = L.
+        Blocks first .. L-1 on N >= 0 real rows x (B, N, C) and the pseudo rows, which join behind them.
+        anchors(l, x) -> (B, M, C), their states at the input of block l; None = no pseudo rows. pos, mask: for
+        all rows. -> {l: (B, N+K*M, C)} at the input of block l, where rows join or at every, and at the end, L.
         """
         L, states = target.cfg.n_layer, {}
         stops = sorted({*self.layers, *(range(self.first, L) if every else ())})
@@ -150,7 +142,7 @@ class Net(nn.Module):
 # Loss
 
 class JoinedCache:
-    """A text's full cache, for training: new rows are joined to it, not written into it, so that gradients reach them."""
+    """A text's full cache: new rows are joined to it, not written into it, so that gradients reach them."""
 
     def __init__(self, cache):
         self.k, self.v, self.length = cache.k, cache.v, cache.max_len  # full: the text has max_len rows
@@ -161,7 +153,7 @@ class JoinedCache:
 
 @torch.no_grad()
 def context(target, x):
-    """The target's own pass over x (B, T) -> the L + 1 states (B, T, C) between its blocks, its keys and values."""
+    """The target's own pass over x (B, T) -> the L + 1 states (B, T, C) between blocks, keys and values."""
     pos, cache = target.positions(x.size(1)), target.new_cache(x.size(1), x.size(0))
     h = [target.embed(x, pos)]
     for l in range(target.cfg.n_layer):
@@ -170,7 +162,7 @@ def context(target, x):
 
 
 def transfer(net, target, h, cache, at, every=False):
-    """Pseudo states for the anchors at (A,) of a text in one pass -> {l: (B, 1..K, A, C)}, see Net.forward."""
+    """Pseudo states for the anchors at (A,) of a text in one pass -> {l: (B, 1..K, A, C)}: Net.forward's."""
     real = np.tri(h[0].size(1), dtype=bool)[at.numpy()]                # (A, T)  the text up to the anchor
     pos, mask = net.layout(target, at.numpy(), real)
     on = at.to(pos.device)
@@ -180,35 +172,33 @@ def transfer(net, target, h, cache, at, every=False):
 
 def guesses(net, target, x):
     """
-    What the pseudo states say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V) of
-    state k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
-    M = B * (T - k - 1); in training M = B * cfg.anchors, drawn at random.
+    What the pseudo states of every anchor say on the text x (B, T). Yields for k = 1..K: logits (M, V), the
+    tokens (M,) to guess, the target's own logits (M, V); M = B * (T - k - 1), or B * cfg.anchors in training.
     """
     T, K, some = x.size(1), net.K, net.cfg.anchors
     assert T > K + 1, f"{T} tokens are too few for {K} draft positions"
-    at = torch.arange(T - 2)                                        # anchors with at least one token to guess
-    if net.training and some > 0:                                      # with K; the same in all sequences
+    at = torch.arange(T - 2)                                           # anchors with a token to guess
+    if net.training and some > 0:                                      # with K; alike in all sequences
         at = torch.randperm(T - K - 1)[:some].sort().values
     h, cache = context(target, x)
-    L = target.cfg.n_layer
-    # anchors never see each other
+    L = target.cfg.n_layer                                             # anchors never see each other:
     parts = [transfer(net, target, h, cache, part)[L] for part in at.split(64)]
     states = torch.cat(parts, 2)                                       # (B, K, A, C)
     for k in range(1, K + 1):
-        n = at[at < T - k - 1].to(x.device)                       # their token k + 1 places on is in the text
+        n = at[at < T - k - 1].to(x.device)                            # x[n + k + 1] is in the text
         with torch.no_grad():
             own = net.head(target.norm(h[-1][:, n + k]), target)       # (B, A, V)  teacher forcing
-        guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)                 # (B, A, V)
+        guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)     # (B, A, V)
         yield guess.flatten(0, 1), net.head.draft_ids(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
 
 
 def loss(net, target, x):
-    """x (B, T) -> the training loss, and the share of anchors at which each state's best guess is right (K,)."""
+    """x (B, T) -> the training loss, and how often each state's best guess is right (K,)."""
     cfg, total, top1 = net.cfg, 0.0, []
     for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
         error = 0.0
         if cfg.hard < 1 and cfg.kl == "forward":
-            error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))   # KL + the target's own entropy
+            error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))   # KL + own's entropy
         elif cfg.hard < 1:
             p, q = own.log_softmax(-1), guess.log_softmax(-1)          # sum_v q (log q - log p)
             error = (1 - cfg.hard) * F.kl_div(p, q, log_target=True, reduction="batchmean")
@@ -223,27 +213,22 @@ def loss(net, target, x):
 # Draft
 
 OPTIONS = {"groups": "nodes that carry pseudo states in the verifying forward"}
-
-
 MOST_GROUPS = 4
 
 
 class Drafter:
     """
-    Rides in the target's forward. groups: so many nodes, the likeliest to end the path, carry a group of K pseudo rows;
-    when it ends elsewhere, K rows more run through the upper blocks (0 = always so; as many as nodes = never). By default
-    as many as cost least here: by the time that the target's forward takes for a row more and for a pass more, and by how
-    often paths ended at the likeliest node, the second, ...
+    Groups of K pseudo rows ride in the target's forward, for the nodes likeliest to end the path; if another
+    ends it, K rows run alone. By default as many as cost least: by target.seconds, and by where paths ended.
     """
 
     def __init__(self, net, target, shape=None, capacity=16, floor=0.0, groups=None):
         self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
         self.capacity = capacity if shape is None else len(shape.parent)
         self.fixed = groups is not None
-        self.groups = min(groups if self.fixed else MOST_GROUPS, self.capacity)        # at most, unless fixed
+        self.groups = min(groups if self.fixed else MOST_GROUPS, self.capacity)   # at most, unless fixed
         self.cache_rows = self.capacity + max(1, self.groups) * net.K
-        # paths at the likeliest node, the 2nd, .., elsewhere
-        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))
+        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths at the likeliest, .., elsewhere
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -260,7 +245,7 @@ class Drafter:
         return int((groups * K * per_row + missed * (fixed + K * per_row)).argmin())
 
     def likely_ends(self, tree):
-        """Nodes, the likeliest to end the path first: P(it ends exactly there) = value - sum of the children's values."""
+        """Nodes, the likeliest to end the path first: P(it ends there) = value - the children's values."""
         stay = [-d for d in tree.depth]                                # without values: shallow nodes first
         if tree.value:
             stay = list(tree.value)
@@ -269,10 +254,9 @@ class Drafter:
         return sorted(range(len(tree)), key=lambda i: -stay[i])
 
     def target_forward(self, target, idx, pos, mask, cache, tree, carry=True):
-        """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; remembers all their states."""
+        """target.hidden(idx, pos, mask, cache) with pseudo rows behind the real ones; keeps their states."""
         net, N = self.net, idx.size(1)
-        # a prompt's group is made behind it
-        self.tree, self.ranked = tree, self.likely_ends(tree) if tree else []
+        self.tree, self.ranked = tree, self.likely_ends(tree) if tree else []   # no tree: a prompt
         self.ends = sorted(self.ranked[:self.n_groups()]) if carry else []
         x = target.run(target.embed(idx, pos), pos, mask, cache, 0, net.first)
         anchors, all_pos, all_mask = None, pos, mask
@@ -280,38 +264,38 @@ class Drafter:
             at, real = torch.tensor(self.ends, device=x.device), mask.cpu().numpy()
             behind, look = net.layout(target, pos.cpu().numpy()[self.ends], real[self.ends])
             real = np.pad(real, ((0, 0), (0, len(behind))))            # real rows look at no pseudo row
-            all_pos, all_mask = torch.cat((pos, behind)), torch.cat((torch.from_numpy(real).to(look.device), look))
+            all_pos = torch.cat((pos, behind))
+            all_mask = torch.cat((torch.from_numpy(real).to(look.device), look))
             anchors = lambda l, x: x.index_select(1, at)
-        self.states = net(target, x, anchors, all_pos, all_mask, cache)         # (1, N + pseudo rows, C) each
-        # pseudo keys, behind the nodes', are not kept
-        hidden = target.norm(self.states[target.cfg.n_layer][:, :N])
-        if self.ends and hidden.isnan().any():            # no mask hides a NaN: once more without pseudo rows
+        self.states = net(target, x, anchors, all_pos, all_mask, cache)    # (1, N + K*M, C) each
+        hidden = target.norm(self.states[target.cfg.n_layer][:, :N])   # pseudo keys are not kept
+        if self.ends and hidden.isnan().any():                         # no mask hides a NaN: again, without
             return self.target_forward(target, idx, pos, mask, cache, tree, carry=False)
         return hidden
 
     def observe(self, tokens, hidden, cache):
         """tokens (T,) became text: the pseudo states of the last of them are the next draft."""
         end = len(tokens) - 1                                          # the row of the last committed token
-        if self.tree is not None:                                # follow the tokens down the tree, as in walk
+        if self.tree is not None:                                      # down the tree, as in walk
             child = {(up, token): i for i, (up, token) in enumerate(zip(self.tree.parent, self.tree.tokens))}
             end = 0
             for token in tokens[1:]:
                 end = child[end, token]
             self.ended[min(self.ranked.index(end), len(self.ended) - 1)] += 1
-        # the root stands at n, its anchor at n - 1
-        net, L, self.n = self.net, self.target.cfg.n_layer, cache.length
+        net, L, self.n = self.net, self.target.cfg.n_layer, cache.length    # root at n, anchor at n - 1
         states, M, N, m = self.states, len(self.ends), len(tokens), 0
         if end in self.ends:
             m, N = self.ends.index(end), states[L].size(1) - net.K * M
-        else:                                                         # K rows behind the text, then forgotten
+        else:                                                          # K rows behind the text, not kept
             M, N, before = 1, 0, states
             pos, mask = net.layout(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
-            states = net(self.target, before[L][:, :0], lambda l, x: before[l][:, end:end + 1], pos, mask, cache)
-        self.h = states[L][0, [N + slot * M + m for slot in net.slot]]                 # (K, C)
+            anchor = lambda l, x: before[l][:, end:end + 1]
+            states = net(self.target, before[L][:, :0], anchor, pos, mask, cache)
+        self.h = states[L][0, [N + slot * M + m for slot in net.slot]]    # (K, C)
 
     def draft(self, root, sampler, limit=None):
-        """-> a Tree of at most limit nodes of what may follow root, the token at position n, as the K states see it."""
-        logits = self.net.head.all_tokens(self.net.head(self.target.norm(self.h), self.target))      # (K, V)
+        """-> a Tree of at most limit nodes of what may follow root, the token at position n."""
+        logits = self.net.head.all_tokens(self.net.head(self.target.norm(self.h), self.target))  # (K, V)
         scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
         return plant(root, scores, self.shape, limit or self.capacity, self.floor)
 
@@ -320,10 +304,7 @@ class Drafter:
 # Train
 
 def train(cfg, target, run):
-    """
-    Train the maps and return them; the target stays frozen, gradients pass through it. run (train.py) hands out
-    batches (B, T), sets the learning rate (warm-up, then cosine), logs, evaluates on held-out text and saves.
-    """
+    """Train the maps on the batches (B, T) of run (train.py); gradients pass through the frozen target."""
     target.requires_grad_(False)
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
@@ -343,9 +324,8 @@ def train(cfg, target, run):
 @torch.no_grad()
 def by_layer(net, target, x):
     """
-    Do pseudo states come closer to the real ones on their way up? On x (B, T) two tables (L + 1, K), for state k at
-    the input of block l (row L: at the end): its mean cosine with the real state of the token it stands for, and
-    how often norm and lm_head, put there, read the right token from it. NaN where the state does not exist yet.
+    On x (B, T) two tables (L + 1, K), of state k at the input of block l (row L: the end), NaN before it is
+    made: its mean cosine with the real state, and how often norm and lm_head read the right token from it.
     """
     h, cache = context(target, x)
     at = torch.arange(x.size(1) - net.K - 1)
@@ -370,5 +350,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"hidden_transfer, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
-              "same text as plain decoding")
+        print(f"hidden_transfer, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target "
+              "forwards, same text as plain decoding")

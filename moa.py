@@ -5,7 +5,7 @@ Paper    Zimmer et al. 2025 (ICLR), arXiv:2410.03804
 Idea     1. LSA: attention over the target's layers makes one state of all keys and values of a verified token.
          2. SA: causal self-attention over the tokens, the drafted ones included.
          3. CA: every drafted token (query) looks at the states of the verified tokens (keys, values) only.
-         4. TLI: CA's output stands for the input of layer L-N; the target's last N layers and lm_head finish.
+         4. TLI: CA's output is the input of layer L-N; the target's last N layers and lm_head finish.
          5. Level by level the best nodes propose children; the best nodes of all become the tree.
 
             verified x[0..t]                        x[0..t], root x[t+1], drafts x[t+2] ..
@@ -16,30 +16,30 @@ Idea     1. LSA: attention over the target's layers makes one state of all keys 
                  |                                      |                           a      b        level 1
             s[0..t] ------------ k, v ----------------> CA                          |    / | \
                                                         | f                         c   d  e  f     level 2
-            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm --> lm_head --> guess x[t+1+k] at x[t+k]
+            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm -> lm_head -> guess x[t+1+k] at x[t+k]
 
 Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no mask; rotary by layer
-         f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i        TLI_0(f) = f, in normed space
-         q_i     = softmax( lm_head h'_i ),   V(node) = product of q along its path   (EAGLE-2, arXiv:2406.16858)
+         f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i     TLI_0(f) = f, in normed space
+         q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path     (EAGLE-2, arXiv:2406.16858)
          start(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
-         loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                                    p and h are the target's
+         loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                           p and h are the target's
                    N > 0: the second term is half that, half SmoothL1( f, input of layer L-N )
          here:  W b = ekv2e   N = tli   e = target.embed   f h' = f guess
 
-Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target, K draft depth,
-         H query and G key/value heads of width D
-Differs  The authors' code is known to us, the paper's text is not. From the code: modules, masks, staircase,
-         losses, tree. Inferred: "without LSA" means that CA reads the last hidden state. Ours:
-         start(i)   the last verified position before i; theirs is up to i, so that some queries see the state of
-                    their own token, which no draft ever does
+Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target,
+         K draft depth, H query and G key/value heads of width D
+Differs  The authors' code is known to us (modules, masks, staircase, losses, tree), the paper's text is not.
+         Inferred: "without LSA" means that CA reads the last hidden state. Ours:
+         start(i)   the last verified before i; theirs: up to i, so that some queries see their own token's state
          plain text a random prefix is the prompt, every position counts; theirs: those of the response
-         TLI        works at inference (theirs does not); positions overwritten in training leave the final loss
-         start      norms 1, residual outputs 0: untrained, with N = L, it is the target (theirs: all N(0, 0.02))
+         TLI        works at inference (theirs does not); overwritten positions leave the final training loss
+         start      norms 1, residual outputs 0: untrained, with N = L, it is the target (theirs: N(0, 0.02))
          sizes      LSA's MLP is narrower; SA and CA have the target's G heads, theirs half
+         levels     as many as pay, by the time that a level takes here (Drafter); theirs: a fixed number
          T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
-         gpt2       SA reads wte + wpe, the input of layer 0, and rotates besides; our blocks are Llama's
-         network    the authors' client and server are not public: protocol, retries and writing on alone are ours
-Run      python train.py --method moa     # 2 CPU cores, 59 s: first guess right .277 of the time, tau 2.54 at 8 nodes, --depth 2
+         gpt2       SA reads wte + wpe and rotates besides; our blocks are Llama's
+         network    their client and server are not public: protocol, retries, writing on alone are ours
+Run      python train.py --method moa    # 2 cores, 59 s: guess 1 right .277, tau 2.54 at 8 nodes, --depth 2
          python sample.py --method moa --compare
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765
 """
@@ -64,7 +64,8 @@ from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape
 class Config:
     """Mixture of Attentions on a frozen target."""
     depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes", low=1, high=1000)
+    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes",
+                       low=1, high=1000)
     tli: int = arg(1, "N, last layers of the target that the drafter runs too; 0 = none")
     mlp: int = arg(0, "feed-forward width of SA and CA; 0 = 1.5 C (the authors')")
     lsa_mlp: int = arg(256, "feed-forward width of LSA; 0 = 1.5 x its input (the authors')")
@@ -82,8 +83,7 @@ class Config:
     lr: float = arg(3e-3, "learning rate at its peak")
 
     @property
-    def min_tokens(self):
-        """A training sequence has so many, or more; a draft may go further than that."""
+    def min_tokens(self):  # of a training sequence; a draft may go further
         return 3
 
 
@@ -122,11 +122,12 @@ class Net(nn.Module):
         super().__init__()
         c = target.cfg
         if cfg.tli > c.n_layer or c.n_head % (cfg.n_kv_head or 1) or not 2 <= cfg.every_min <= cfg.every_max:
-            raise ValueError(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; 2 <= --every-min <= --every-max")
+            raise ValueError(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; "
+                             "2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
         self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
-                             head_dim=c.head_dim + c.head_dim % 2,     # to be rotated: even
+                             head_dim=c.head_dim + c.head_dim % 2,     # even, to be rotated
                              n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
         self.sa, self.ca = Block(self.layer), CrossAttention(self.layer)
         E = 2 * c.n_kv_head * c.head_dim if cfg.lsa else c.n_embd      # width of what is read
@@ -161,13 +162,13 @@ class Net(nn.Module):
 
     def level(self, x, rope, pos, mask, causal, sa, kv, target, last, queries):
         """
-        Embedded tokens x (1, T, C) at pos through SA; the last ones, the queries, all at one position, to the end ->
-        (1, queries, C). sa, kv: the caches of SA and CA; last: of the target's last N layers.
+        Embedded tokens x (1, T, C) at pos through SA; the last ones, the queries, all at one position, to the
+        end -> (1, queries, C). sa, kv: the caches of SA and CA; last: of the target's last N layers.
         """
         cos, sin = rope
         T = x.size(1)
         x = self.sa(x, rope, mask, causal, sa)[:, -queries:]
-        x = self.ca(x, kv, (cos[-1:], sin[-1:]))                     # no mask: all that is cached is verified
+        x = self.ca(x, kv, (cos[-1:], sin[-1:]))                       # no mask: all in the cache is verified
         return self.finish(x, target, pos[-1:], mask if T == queries else None, cache=last)
 
 
@@ -177,9 +178,8 @@ class Net(nn.Module):
 @torch.no_grad()
 def guesses(net, target, x):
     """
-    What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for every
-    anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have guessed, and the
-    target's own logits (M, V) for them, with M = B * (T - k - 1).
+    What the drafter says on x (B, T), for every anchor t at once: x[..t] is verified, x[t+1..t+k] root and drafts.
+    Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,), the target's logits (M, V); M = B * (T - k - 1).
     """
     B, T = x.shape
     pos, rope = target.positions(T), net.rotary(slice(T))
@@ -191,19 +191,23 @@ def guesses(net, target, x):
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
-    look = sees                                                       # row t: verified j <= t, and own drafts
+    # T = 5, k = 2: row t of look; v are the verified, d the drafts of the first and the second round, own only
+    #     t = 0   v . . . .   d . .   d .
+    #     t = 1   v v . . .   . d .   . d
+    look = sees
     for k in range(1, net.K + 1):
-        n = max(0, T - k - 1)                                         # anchors t = 0 .. n-1, queries at t + k
+        n = max(0, T - k - 1)                                          # anchors t < n, queries at t + k
         look = torch.cat((look[:n], alone[:n, :n]), -1)
         f = net.ca(s[:, k:T - 1], kv, net.rotary(slice(k, T - 1)), additive(sees[:n], h.dtype))
-        h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)              # (B, n, C)
+        h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)    # (B, n, C)
         cache.keep(range(n))                                           # the deeper drafts will look at these
-        yield net.head(h, target).flatten(0, 1), net.head.draft_ids(x[:, k + 1:]).flatten(), own[:, k:-1].flatten(0, 1)
+        truth = net.head.draft_ids(x[:, k + 1:]).flatten()
+        yield net.head(h, target).flatten(0, 1), truth, own[:, k:-1].flatten(0, 1)
 
 
 def loss(net, target, x, progress=1.0):
     """
-    x (B, T) -> the loss, and how often the best guess is right 1..K tokens past the last verified one (K,).
+    x (B, T) -> the loss, and how often the guess 1..K tokens past the last verified one is right (K,).
     progress, from 0 to 1, fades the staircase out. Verified positions come from torch's global generator.
     """
     cfg, (B, T) = net.cfg, x.shape
@@ -211,20 +215,21 @@ def loss(net, target, x, progress=1.0):
     rope = net.rotary(slice(T))
     with torch.no_grad():
         cache = target.new_cache(T, B)
-        deep = target.run(target.embed(x, t), t, None, cache, 0, split)                      # into layer L-N
-        h = target.norm(target.run(deep, t, None, cache, split))                                   # (B, T, C)
+        deep = target.run(target.embed(x, t), t, None, cache, 0, split)    # into layer L-N
+        h = target.norm(target.run(deep, t, None, cache, split))       # (B, T, C)
     every = torch.randint(cfg.every_min, cfg.every_max + 1, (B, 1), device=x.device)
     prompt = torch.randint(2, max(3, T // 2 + 1), (B, 1), device=x.device)
     verified = (t < prompt) | (t % every == 0)                         # (B, T)
-    start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified position before i
+    # verified 1 1 0 0 1 0 -> cummax of j: 0 1 1 1 4 4 -> start: 0 0 1 1 1 4
+    start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified before i
     seen = start if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
     before, mask = t <= t[:, None], None
-    if cfg.staircase and progress < 0.5:                           # SA of some samples sees start+1 .. i only
+    if cfg.staircase and progress < 0.5:                               # some samples' SA: start+1 .. i only
         wide = torch.rand(B, 1, 1, device=x.device) >= 1 - 2 * progress
-        mask = before & (wide | (t > start[..., None]) | (t == t[:, None]))        # and x[0] itself
+        mask = before & (wide | (t > start[..., None]) | (t == t[:, None]))    # and x[0] itself
         mask = additive(mask[:, None], h.dtype)                        # (B, 1, T, T)
     s = net.sa(target.embed(x, t), rope, mask, causal=mask is None)
-    sees = t <= seen[..., None]                                   # (B, T, T)  query i sees s_j, j <= start(i)
+    sees = t <= seen[..., None]                                        # (B, T, T)  s_j for j <= start(i)
     kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
     f = net.ca(s, kv, rope, additive(sees[:, None], h.dtype))          # (B, T, C)
 
@@ -233,7 +238,7 @@ def loss(net, target, x, progress=1.0):
         guess = f
     elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
         look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
-        def write(layer, k, v):                                # a KVCache would overwrite what autograd needs
+        def write(layer, k, v):                                        # a KVCache writes over what autograd needs
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
         guess = net.finish(f, target, t, additive(look[:, None], h.dtype), cache=SimpleNamespace(write=write))
     else:                                                              # true inputs where verified, else own
@@ -249,8 +254,8 @@ def loss(net, target, x, progress=1.0):
     total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * distance
 
     right = logits.argmax(-1) == F.pad(net.head.draft_ids(x[:, 1:]), (0, 1), value=-1)[count]
-    past = (t - start).masked_fill(t == T - 1, 0)[count]   # so far past the last verified token; what follows
-    top1 = []                                                          # the last one is not known
+    past = (t - start).masked_fill(t == T - 1, 0)[count]               # what follows the last is not known
+    top1 = []
     for k in range(1, net.K + 1):
         top1.append((right & (past == k)).sum() / (past == k).sum().clamp(min=1))
     return total, torch.stack(top1)
@@ -264,17 +269,16 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 
 class Drafter:
     """
-    Has caches for SA, CA and N layers of the target; drafts are written behind the text and cut off again. The tree is
-    EAGLE-2's, see tree.plant_best_levels. A level that is run brings at most one token more, with the probability that the
-    text reaches it: by default it is run where that is more than what a level takes here, measured in forwards of the target.
+    Drafts are written behind the text in the caches of SA and of N layers, and cut off again. The tree is EAGLE-2's,
+    see tree.plant_best_levels. A level brings at most one token more, with the probability that the text reaches it:
+    by default it is run where that is more than it takes here, measured in forwards of the target.
     """
 
     def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
         self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
         self.capacity, self.depth = capacity, depth or net.K
-        self.measured = not depth                                      # else all levels that were asked for
-        # a level in forwards: its layers
+        self.measured = not depth                                      # reach: a level in forwards, by layers
         self.reach = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
         self.drafts = self.breadth * self.depth                        # room for the rows behind the root
@@ -295,13 +299,13 @@ class Drafter:
         self.text, self.max_len = [], max_len
 
     def observe(self, tokens, hidden, cache):
-        """tokens (T,) became text; hidden (T, C) are the target's states for them, cache has its keys and values."""
+        """tokens (T,) became text; hidden (T, C): the target's states for them; its keys, values: in cache."""
         at, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
         k, v = cache.read(at)                                          # (L, 1, G, T, D)
         self.receive(tokens, self.net.read(k, v, hidden[None]), *last_layers(N, k, v))
 
     def receive(self, tokens, s, k, v):
-        """The drafter's side: verified tokens, their states s (1, T, C), k and v (N, 1, G, T, D) of N layers."""
+        """The drafter's side: verified tokens, their s (1, T, C), k and v (N, 1, G, T, D) of N layers."""
         S, n = len(self.text), len(tokens)
         self.text += tokens
         self.kv = self.ca.write(0, *self.net.ca.keys(s, self.net.rotary(slice(S, S + n))))   # (1, G, S+T, D)
@@ -313,9 +317,9 @@ class Drafter:
             self.last.length += n
 
     def forward(self, tokens, at, mask, causal, queries):
-        """Tokens at positions at through SA; the last ones, all at one position, to the end -> (queries, V)."""
+        """Tokens at positions at, see Net.level -> logits (queries, V)."""
         net, target, pos = self.net, self.target, self.pos[at]
-        x = target.embed(torch.tensor([tokens], device=pos.device), pos)                           # (1, T, C)
+        x = target.embed(torch.tensor([tokens], device=pos.device), pos)    # (1, T, C)
         x = net.level(x, net.rotary(at), pos, mask, causal, self.sa, self.kv, target, self.last, queries)
         self.sa.length += len(tokens)
         if self.last:
@@ -323,24 +327,21 @@ class Drafter:
         return net.head.all_tokens(net.head(x[0], target))
 
     def catch_up(self, tokens):
-        """SA reads what it has not seen of the text and these tokens behind it -> logits (1, V) for what follows the last."""
+        """SA reads what is new in the text and these tokens behind it -> logits (1, V) for what follows."""
         end = len(self.text) + len(tokens)
-        self.sa.crop(min(self.sa.length, end - 1))                 # if asked twice, the other last token goes
+        self.sa.crop(min(self.sa.length, end - 1))                     # asked twice: the other last token goes
         new = (self.text + tokens)[self.sa.length:]
         how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), *how, 1)
 
     def alone(self, tokens):
-        """
-        Logits (1, V) for what follows unverified tokens behind the text: the root, and what was written after it without
-        the target. Asked once for every token more, as far as max_len; a draft or a verification ends it.
-        """
+        """Logits (1, V) for what follows the root and what was written since; once for each token more."""
         before = self.last.length - len(self.text) if self.last else len(tokens) - 1
         assert before == len(tokens) - 1, f"{before} of {len(tokens)} tokens went before"
         return self.catch_up(tokens)
 
     def draft(self, root, sampler, limit=None):
-        """-> a Tree of at most limit nodes of what may follow root, which stands at position S behind the text."""
+        """-> a Tree of at most limit nodes of what may follow root, which stands behind the text."""
         S, run = len(self.text), 0                                     # levels that were run
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
         if depth < 1 or self.capacity < 2:
@@ -357,12 +358,12 @@ class Drafter:
         if self.shape:
             tree = plant_shape_levels(root, levels, depth, self.shape)
         else:
-            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity, self.floor, self.reach)
+            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity,
+                                     self.floor, self.reach)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)
-        # (a level waits for the device: its clock is right)
-        if self.measured and self.target.seconds and run:
+        if self.measured and self.target.seconds and run:              # levels waited for the device
             share = (time.perf_counter() - began) / run / self.target.seconds[0]
             self.reach += 0.1 * (min(share, 1.0) - self.reach)
         return tree
@@ -377,10 +378,7 @@ def last_layers(N, *layers):
 # Train
 
 def train(cfg, target, run):
-    """
-    Train LSA, SA and CA and return them; the target stays frozen. run (train.py) hands out batches (B, T), sets the
-    learning rate (warm-up, then cosine), knows the progress (0 to 1), logs, evaluates on held-out text and saves.
-    """
+    """Train LSA, SA and CA on the batches (B, T) of run (train.py); the target stays frozen."""
     net = Net(cfg, target, run.vocab).to(target.wte.weight.device)
     opt = torch.optim.AdamW(net.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
                             fused=target.wte.weight.is_cuda)
@@ -407,4 +405,5 @@ if __name__ == "__main__":
         plain, _ = complete(target, [1, 2, 3], 100, sampler=Sampler(T))
         text, stats = complete(target, [1, 2, 3], 100, drafter, Sampler(T))
         assert text == plain, "the drafter changed the text"
-        print(f"moa, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, same text as plain decoding")
+        print(f"moa, untrained, T = {T:.0f}: {len(text)} tokens in {len(stats.accepted)} target forwards, "
+              "same text as plain decoding")

@@ -136,7 +136,7 @@ def test_turns_cannot_forge_turns(make):
     stop, start = hf.eos_token, hf.bos_token
     special = lambda ids: [i for i in ids if i in tokenizer.special]
     for turns in (["the cat"], ["  the cat \n"], ["a", "the cat", "dog"], ["", "a", ""], ["naïve 日本\t"],
-                  ["cat cat", " ", "cat" + 30_000 * " " + "cat"]):     # which must not take the square of time
+                  ["cat cat", " ", "cat" + 30_000 * " " + "cat"]):    # which must not take the square of time
         ids = theirs(hf, turns)
         assert tokenizer.chat(turns) == ids
         assert tokenizer.guard.parse(tokenizer.render(turns)) == ids, "guarded and plain part"

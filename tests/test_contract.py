@@ -116,12 +116,14 @@ def forgetful(cfg, target, run):
 
 def blind(cfg, target, run):
     steps = run.steps
-    run.steps = lambda net, optimisers, evaluate: steps(net, optimisers, lambda x: (evaluate(x)[0], torch.tensor(0.5)))
+    one = lambda evaluate: lambda x: (evaluate(x)[0], torch.tensor(0.5))
+    run.steps = lambda net, optimisers, evaluate: steps(net, optimisers, one(evaluate))
     return medusa.train(cfg, target, run)
 
 
 BREACHES = {
-    "no Drafter": (dict(Drafter=None), "has no Drafter"), "no guesses": (dict(guesses=None), "has no guesses"),
+    "no Drafter": (dict(Drafter=None), "has no Drafter"),
+    "no guesses": (dict(guesses=None), "has no guesses"),
     "Config is a class": (dict(Config=type("Config", (), {})), "no dataclass"),
     "no length": (dict(Config=Config), "min_tokens"),
     "no K": (dict(Net=Uncounted), "no K"), "no head for a vocabulary": (dict(Net=Headless), "DraftHead"),
@@ -136,7 +138,7 @@ BREACHES = {
     "one argument": (dict(Drafter=OneArgument), "root, sampler and limit"),
     "writes to the target's cache": (dict(Drafter=Greedy), "changes the target's text"),
     "no sync": (dict(train=forgetful), "run.sync"), "one top-1 for all": (dict(train=blind), "top-1 (K,)"),
-    "nothing returned": (dict(train=lambda cfg, target, run: medusa.train(cfg, target, run) and None), "returns the Net"),
+    "nothing returned": (dict(train=lambda *args: medusa.train(*args) and None), "returns the Net"),
 }
 
 
@@ -147,4 +149,5 @@ def test_a_broken_clause_gets_its_line(breach, capsys):
     with pytest.raises(SystemExit) as stop:
         check_method.__wrapped__("broken", broken(**parts))
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: broken.py") and says in err, err
+    assert stop.value.code == 2 and err.count("\n") == 1, err
+    assert err.startswith("error: broken.py") and says in err, err

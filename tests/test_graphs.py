@@ -20,8 +20,9 @@ def drafter_of(name, target):
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_cache_of_the_whole_context(name, style):
-    """Rows behind the text that are seen, rows of a rejected tree that stay, a second text that finds the first one's."""
-    plain = [complete(tiny(style), prompt, 25, None, Sampler(T, seed=2))[0] for prompt, T in (([1, 2], 0), ([3], 1))]
+    """Rows behind the text that are seen, rows of a rejected tree, a second text that finds the first one's."""
+    plain = [complete(tiny(style), prompt, 25, None, Sampler(T, seed=2))[0]
+             for prompt, T in (([1, 2], 0), ([3], 1))]
     target = tiny(style)
     drafter = drafter_of(name, target)
     graphs = Graphs(target, 12)
@@ -43,7 +44,7 @@ def test_a_batch_and_a_long_tree_go_the_old_way():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_all_decoding_forwards_have_one_shape(name, monkeypatch):
-    """On a GPU a row is like another's only in products of one shape: plain decoding's too, and Hidden Transfer's."""
+    """On a GPU a row is like another's only in products of one shape: plain decoding's too."""
     target = tiny(n_layer=4)
     plain = complete(target, [1, 2, 3], 25, None, Sampler(1.0))[0]
     target.exact, shapes, forward = same_shape(16), set(), Attention.forward
