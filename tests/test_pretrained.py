@@ -628,8 +628,9 @@ def test_train_and_sample(kinds, more, chat_model, text_file, tmp_path, capsys, 
         sample.main([*common, *ask, "--method", kind, "--compare", *tree])
         got = capsys.readouterr()
         texts.add(got.out)
+        same = [line.split()[0] for line in got.err.splitlines() if line.endswith("text identical")]
         drafters = dict(plain=0, all=len(kinds)).get(kind, 1)
-        assert got.err.count("text identical") == got.err.count("P(path)") == drafters
+        assert len(train.METHODS.keys() & same) == got.err.count("P(path)") == drafters
     sample.main([*common, *ask, "--method", "medusa", "--no-chat"])
     assert len(texts) == 1 and capsys.readouterr().out not in texts
     if "self" in more:
