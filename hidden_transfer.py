@@ -24,7 +24,8 @@ Maths    p_k  = W_k h_n                  h_n: state of anchor n at the input of 
 Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L blocks, N tree nodes, S cached
          tokens, M anchors. Pseudo rows lie position by position: row (slot of k) * M + (index of anchor)
 Differs  The paper's method section could not be had, and no public code is known. What rests on what:
-         abstract    states of the context are transferred; later layers refine them; a tree verifies; lossless
+         abstract    states of the context are transferred; later layers refine them; a tree verifies;
+                     lossless
          digests     one linear map a position is trained, by KL to the target (direction untold: --kl)
          follows     position n + k (a gpt2's enter at the bottom: W_k must say it); pseudo keys are not kept
          remembered  three positions, four fifths up (unchecked); here four, to compare, three quarters up
@@ -122,8 +123,10 @@ class Net(nn.Module):
     def forward(self, target, x, anchors, pos, mask, cache, every=False):
         """
         Blocks first .. L-1 on N >= 0 real rows x (B, N, C) and the pseudo rows, which join behind them.
-        anchors(l, x) -> (B, M, C), their states at the input of block l; None = no pseudo rows. pos, mask: for
-        all rows. -> {l: (B, N+K*M, C)} at the input of block l, where rows join or at every, and at the end, L.
+        anchors(l, x) -> (B, M, C), their states at the input of block l; None = no pseudo rows. pos, mask:
+        for
+        all rows. -> {l: (B, N+K*M, C)} at the input of block l, where rows join or at every, and at the
+        end, L.
         """
         L, states = target.cfg.n_layer, {}
         stops = sorted({*self.layers, *(range(self.first, L) if every else ())})

@@ -2,7 +2,8 @@ r"""
 Mixture of Attentions (MoA): a small drafter that reads the target's keys and values of every layer.
 
 Paper    Zimmer et al. 2025 (ICLR), arXiv:2410.03804
-Idea     1. LSA: attention over the target's layers makes one state of all keys and values of a verified token.
+Idea     1. LSA: attention over the target's layers makes one state of all keys and values of a verified
+         token.
          2. SA: causal self-attention over the tokens, the drafted ones included.
          3. CA: every drafted token (query) looks at the states of the verified tokens (keys, values) only.
          4. TLI: CA's output is the input of layer L-N; the target's last N layers and lm_head finish.
@@ -16,11 +17,13 @@ Idea     1. LSA: attention over the target's layers makes one state of all keys 
                  |                                      |                           a      b        level 1
             s[0..t] ------------ k, v ----------------> CA                          |    / | \
                                                         | f                         c   d  e  f     level 2
-            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm -> lm_head -> guess x[t+1+k] at x[t+k]
+            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm -> lm_head -> guess x[t+1+k] at
+            x[t+k]
 
 Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no mask; rotary by layer
          f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i     TLI_0(f) = f, in normed space
-         q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path     (EAGLE-2, arXiv:2406.16858)
+         q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path     (EAGLE-2,
+                 arXiv:2406.16858)
          start(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
          loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                           p and h are the target's
                    N > 0: the second term is half that, half SmoothL1( f, input of layer L-N )
@@ -30,7 +33,8 @@ Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layer
          K draft depth, H query and G key/value heads of width D
 Differs  The authors' code is known to us (modules, masks, staircase, losses, tree), the paper's text is not.
          Inferred: "without LSA" means that CA reads the last hidden state. Ours:
-         start(i)   the last verified before i; theirs: up to i, so that some queries see their own token's state
+         start(i)   the last verified before i; theirs: up to i, so that some queries see their own token's
+         state
          plain text a random prefix is the prompt, every position counts; theirs: those of the response
          TLI        works at inference (theirs does not); overwritten positions leave the final training loss
          start      norms 1, residual outputs 0: untrained, with N = L, it is the target (theirs: N(0, 0.02))
@@ -178,8 +182,10 @@ class Net(nn.Module):
 @torch.no_grad()
 def guesses(net, target, x):
     """
-    What the drafter says on x (B, T), for every anchor t at once: x[..t] is verified, x[t+1..t+k] root and drafts.
-    Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,), the target's logits (M, V); M = B * (T - k - 1).
+    What the drafter says on x (B, T), for every anchor t at once: x[..t] is verified, x[t+1..t+k] root and
+    drafts.
+    Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,), the target's logits (M, V); M = B * (T -
+    k - 1).
     """
     B, T = x.shape
     pos, rope = target.positions(T), net.rotary(slice(T))
@@ -191,7 +197,8 @@ def guesses(net, target, x):
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
-    # T = 5, k = 2: row t of look; v are the verified, d the drafts of the first and the second round, own only
+    # T = 5, k = 2: row t of look; v are the verified, d the drafts of the first and the second round, own
+    # only
     #     t = 0   v . . . .   d . .   d .
     #     t = 1   v v . . .   . d .   . d
     look = sees
@@ -238,7 +245,7 @@ def loss(net, target, x, progress=1.0):
         guess = f
     elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
         look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
-        def write(layer, k, v):                                        # a KVCache writes over what autograd needs
+        def write(layer, k, v):                                    # a KVCache writes over what autograd needs
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
         guess = net.finish(f, target, t, additive(look[:, None], h.dtype), cache=SimpleNamespace(write=write))
     else:                                                              # true inputs where verified, else own
@@ -269,8 +276,10 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 
 class Drafter:
     """
-    Drafts are written behind the text in the caches of SA and of N layers, and cut off again. The tree is EAGLE-2's,
-    see tree.plant_best_levels. A level brings at most one token more, with the probability that the text reaches it:
+    Drafts are written behind the text in the caches of SA and of N layers, and cut off again. The tree is
+    EAGLE-2's,
+    see tree.plant_best_levels. A level brings at most one token more, with the probability that the text
+    reaches it:
     by default it is run where that is more than it takes here, measured in forwards of the target.
     """
 
@@ -299,7 +308,7 @@ class Drafter:
         self.text, self.max_len = [], max_len
 
     def observe(self, tokens, hidden, cache):
-        """tokens (T,) became text; hidden (T, C): the target's states for them; its keys, values: in cache."""
+        """tokens (T,) became text; hidden (T, C): their states; cache: their keys and values."""
         at, N = slice(cache.length - len(tokens), cache.length), self.net.cfg.tli
         k, v = cache.read(at)                                          # (L, 1, G, T, D)
         self.receive(tokens, self.net.read(k, v, hidden[None]), *last_layers(N, k, v))
@@ -329,7 +338,7 @@ class Drafter:
     def catch_up(self, tokens):
         """SA reads what is new in the text and these tokens behind it -> logits (1, V) for what follows."""
         end = len(self.text) + len(tokens)
-        self.sa.crop(min(self.sa.length, end - 1))                     # asked twice: the other last token goes
+        self.sa.crop(min(self.sa.length, end - 1))                    # asked twice: the other last token goes
         new = (self.text + tokens)[self.sa.length:]
         how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), *how, 1)
