@@ -64,8 +64,8 @@ def feed(target, cache, tokens):
 @torch.inference_mode()
 def differences(target, n_prompt, seed=0, steps=3, most=12):
     """
-    A prompt read at once, then trees with rejected nodes; beside it the same text read in two parts, then token
-    by token. -> how many rows of logits differ, of how many.
+    A prompt read at once, then trees with rejected nodes; beside it the same text read in two parts, then
+    token by token. -> how many rows of logits differ, of how many.
     """
     rng, V = random.Random(seed), target.cfg.vocab_size
     prompt, wrong, all_rows = [rng.randrange(V) for _ in range(n_prompt)], 0, 0

@@ -20,7 +20,7 @@ def drafter_of(name, target):
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", METHODS)
 def test_one_cache_of_the_whole_context(name, style):
-    """Rows behind the text that are seen, rows of a rejected tree, a second text that finds the first one's."""
+    """Rows behind the text that are seen, rows of a rejected tree, a second text that finds the first."""
     plain = [complete(tiny(style), prompt, 25, None, Sampler(T, seed=2))[0]
              for prompt, T in (([1, 2], 0), ([3], 1))]
     target = tiny(style)
