@@ -352,10 +352,11 @@ def main(argv=None):
             say(f"{r['method']:16s} {r['parameters']:11,d} {r['seconds']:8.0f} {r['tau']:6.2f}  "
                 + " ".join(f"{a:.3f}" for a in r["top1"]))
         best = max(rows, key=lambda r: r["tau"])["method"]
+        where = f" --backbone {opt.backbone}" if opt.backbone else ""
+        where += f" --out {out}" if out != Options.out else ""
         say("\ntau: tokens per target forward at T = 0 on 8 held-out prompts. Now try\n"
-            f"python sample.py --method {best} --compare"
-            + (f" --backbone {opt.backbone}" if opt.backbone else "")
-            + (f" --out {out}" if out != Options.out else ""))
+            f"python sample.py --method {best} --compare{where}\n"
+            f"python sample.py --method all --show page{where}")
     if opt.plot and rank() == 0:
         draw(opt.out)
 
