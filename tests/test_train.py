@@ -104,7 +104,7 @@ def test_help_says_where_the_options_of_a_method_are(capsys):
 def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
     """
     --resume that trains a finished drafter again, or takes one of another backbone, other options or other
-    text for finished. It says why it trains again.
+    text for finished. It says why it trains again, and what to look at in the end.
     """
     mine = tmp_path / "mine.txt"
     shutil.copy(text_file, mine)
@@ -120,7 +120,9 @@ def test_resume_trains_only_what_is_missing(tmp_path, text_file, capsys):
         kept = path.stat().st_mtime_ns == before
         assert ("finished already" in out) == kept == ("is of another" not in out)
         return out
-    assert "finished already" in again()
+    said = again()
+    assert "finished already" in said
+    assert said.endswith(f"\npython sample.py --method all --show page --out {tmp_path}\n")
     assert "config.n_heads (4, now 2)" in again("--n-heads", "2")
     assert "finished already" in again("--n-heads", "2")
     assert "draft_vocab (0, now 50)" in again("--n-heads", "2", "--draft-vocab", "50")
