@@ -199,7 +199,8 @@ def main(argv=None):
     replay = opt.page or opt.show == "page"
     kept = {name: watch(d) for name, d in drafters.items()} if replay or opt.show == "tree" else {}
 
-    print(target.told, file=sys.stderr)
+    if not client:                                                     # the server knows how it decodes
+        print(target.told, file=sys.stderr)
     sys.stdout.write(text + "\n\n" if chat else text)
     sys.stdout.flush()
     try:
