@@ -3,8 +3,7 @@ Hidden Transfer: linear maps make states of tokens to come inside the target; it
 
 Paper    Wu et al. 2024, arXiv:2404.12022
 Idea     1. At the input of block l, K linear maps make K pseudo states of the state of token n, the anchor.
-            State k stands for the token k places after it, which nobody knows yet.
-         2. They run through blocks l .. L-1 beside the real rows, which never look at them (table).
+         2. State k stands for token n + k, yet unknown. Blocks l .. L-1 run them beside the real rows.
          3. The target's own norm and lm_head read K more tokens from them, in the same forward pass.
          4. That pass verifies: likely last nodes carry K states each, and those of the true one draft next.
 
@@ -24,8 +23,7 @@ Maths    p_k  = W_k h_n                  h_n: state of anchor n at the input of 
 Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L blocks, N tree nodes, S cached
          tokens, M anchors. Pseudo rows lie position by position: row (slot of k) * M + (index of anchor)
 Differs  The paper's method section could not be had, and no public code is known. What rests on what:
-         abstract    states of the context are transferred; later layers refine them; a tree verifies;
-                     lossless
+         abstract    states are transferred, later layers refine them, a tree verifies, lossless
          digests     one linear map a position is trained, by KL to the target (direction untold: --kl)
          follows     position n + k (a gpt2's enter at the bottom: W_k must say it); pseudo keys are not kept
          remembered  three positions, four fifths up (unchecked); here four, to compare, three quarters up
@@ -123,10 +121,8 @@ class Net(nn.Module):
     def forward(self, target, x, anchors, pos, mask, cache, every=False):
         """
         Blocks first .. L-1 on N >= 0 real rows x (B, N, C) and the pseudo rows, which join behind them.
-        anchors(l, x) -> (B, M, C), their states at the input of block l; None = no pseudo rows. pos, mask:
-        for
-        all rows. -> {l: (B, N+K*M, C)} at the input of block l, where rows join or at every, and at the
-        end, L.
+        anchors(l, x) -> their states (B, M, C) at the input of block l, or None. pos, mask: of all rows.
+        -> {l: (B, N+K*M, C)} at the input of block l, where rows join (every: of each), and at the end, L.
         """
         L, states = target.cfg.n_layer, {}
         stops = sorted({*self.layers, *(range(self.first, L) if every else ())})
@@ -304,7 +300,7 @@ class Drafter:
 
 
 # --------------------------------------------------------------------------------------------------
-# Train
+# Train and analysis
 
 def train(cfg, target, run):
     """Train the maps on the batches (B, T) of run (train.py); gradients pass through the frozen target."""
@@ -320,9 +316,6 @@ def train(cfg, target, run):
         opt.step()
     return net
 
-
-# --------------------------------------------------------------------------------------------------
-# Analysis
 
 @torch.no_grad()
 def by_layer(net, target, x):

@@ -2,8 +2,7 @@ r"""
 Mixture of Attentions (MoA): a small drafter that reads the target's keys and values of every layer.
 
 Paper    Zimmer et al. 2025 (ICLR), arXiv:2410.03804
-Idea     1. LSA: attention over the target's layers makes one state of all keys and values of a verified
-         token.
+Idea     1. LSA: attention over the target's layers makes one state of a verified token's keys and values.
          2. SA: causal self-attention over the tokens, the drafted ones included.
          3. CA: every drafted token (query) looks at the states of the verified tokens (keys, values) only.
          4. TLI: CA's output is the input of layer L-N; the target's last N layers and lm_head finish.
@@ -17,13 +16,11 @@ Idea     1. LSA: attention over the target's layers makes one state of all keys 
                  |                                      |                           a      b        level 1
             s[0..t] ------------ k, v ----------------> CA                          |    / | \
                                                         | f                         c   d  e  f     level 2
-            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm -> lm_head -> guess x[t+1+k] at
-            x[t+k]
+            k, v of the last N layers [0..t] ------> layers L-N..L-1, norm, lm_head -> x[t+1+k] at x[t+k]
 
 Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no mask; rotary by layer
          f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i     TLI_0(f) = f, in normed space
-         q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path     (EAGLE-2,
-                 arXiv:2406.16858)
+         q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path  (EAGLE-2, arXiv:2406.16858)
          start(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
          loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                           p and h are the target's
                    N > 0: the second term is half that, half SmoothL1( f, input of layer L-N )
@@ -31,18 +28,13 @@ Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no 
 
 Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target,
          K draft depth, H query and G key/value heads of width D
-Differs  The authors' code is known to us (modules, masks, staircase, losses, tree), the paper's text is not.
-         Inferred: "without LSA" means that CA reads the last hidden state. Ours:
-         start(i)   the last verified before i; theirs: up to i, so that some queries see their own token's
-         state
-         plain text a random prefix is the prompt, every position counts; theirs: those of the response
-         TLI        works at inference (theirs does not); overwritten positions leave the final training loss
-         start      norms 1, residual outputs 0: untrained, with N = L, it is the target (theirs: N(0, 0.02))
-         sizes      LSA's MLP is narrower; SA and CA have the target's G heads, theirs half
-         levels     as many as pay, by the time that a level takes here (Drafter); theirs: a fixed number
-         T > 0      children are ranked with the target's own noise; their tree is for greedy decoding
-         gpt2       SA reads wte + wpe and rotates besides; our blocks are Llama's
-         network    their client and server are not public: protocol, retries, writing on alone are ours
+Differs  The authors' code is known, not the paper's text ("without LSA" is inferred). Theirs in brackets:
+         training   a random prefix is the prompt, all positions count (the response's); start(i) < i (<= i)
+         TLI        works at inference (does not); positions overwritten in training leave the final loss
+         start      norms 1, residual outputs 0: untrained, with N = L, it is the target (all N(0, 0.02))
+         blocks     Llama's, rotating a gpt2's wte + wpe too; LSA's MLP is narrower; the target's G (half)
+         tree       as many levels as pay, see Drafter (fixed); ranked with the target's noise (greedy)
+         network    protocol, retries and writing on alone are ours (client and server are not public)
 Run      python train.py --method moa    # 2 cores, 59 s: guess 1 right .277, tau 2.54 at 8 nodes, --depth 2
          python sample.py --method moa --compare
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765
@@ -165,10 +157,7 @@ class Net(nn.Module):
         return target.norm(f)
 
     def level(self, x, rope, pos, mask, causal, sa, kv, target, last, queries):
-        """
-        Embedded tokens x (1, T, C) at pos through SA; the last ones, the queries, all at one position, to the
-        end -> (1, queries, C). sa, kv: the caches of SA and CA; last: of the target's last N layers.
-        """
+        """x (1, T, C) -> the last rows (1, queries, C), at one position. Caches: sa, CA's kv, TLI's last."""
         cos, sin = rope
         T = x.size(1)
         x = self.sa(x, rope, mask, causal, sa)[:, -queries:]
@@ -181,12 +170,7 @@ class Net(nn.Module):
 
 @torch.no_grad()
 def guesses(net, target, x):
-    """
-    What the drafter says on x (B, T), for every anchor t at once: x[..t] is verified, x[t+1..t+k] root and
-    drafts.
-    Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,), the target's logits (M, V); M = B * (T -
-    k - 1).
-    """
+    """Yields for k = 1..K, all anchors t: logits (M, V), x[t+1+k] (M,), the target's logits (M, V)."""
     B, T = x.shape
     pos, rope = target.positions(T), net.rotary(slice(T))
     cache = target.new_cache((net.K + 1) * T, B)
@@ -197,10 +181,7 @@ def guesses(net, target, x):
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     alone = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = alone.new_ones(T, T).tril()
-    # T = 5, k = 2: row t of look; v are the verified, d the drafts of the first and the second round, own
-    # only
-    #     t = 0   v . . . .   d . .   d .
-    #     t = 1   v v . . .   . d .   . d
+    # T = 5, k = 2, row t = 1: 1 1 0 0 0 | 0 1 0 | 0 1, the verified x[..t] and its own two drafts
     look = sees
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t < n, queries at t + k
@@ -213,10 +194,7 @@ def guesses(net, target, x):
 
 
 def loss(net, target, x, progress=1.0):
-    """
-    x (B, T) -> the loss, and how often the guess 1..K tokens past the last verified one is right (K,).
-    progress, from 0 to 1, fades the staircase out. Verified positions come from torch's global generator.
-    """
+    """x (B, T) -> loss, hits 1..K past the last verified token (K,). progress, 0 to 1, ends the staircase."""
     cfg, (B, T) = net.cfg, x.shape
     t, split = target.positions(T), target.cfg.n_layer - cfg.tli
     rope = net.rotary(slice(T))
@@ -245,7 +223,7 @@ def loss(net, target, x, progress=1.0):
         guess = f
     elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
         look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
-        def write(layer, k, v):                                    # a KVCache writes over what autograd needs
+        def write(layer, k, v):                                        # a KVCache would break autograd
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
         guess = net.finish(f, target, t, additive(look[:, None], h.dtype), cache=SimpleNamespace(write=write))
     else:                                                              # true inputs where verified, else own
@@ -275,13 +253,7 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 
 
 class Drafter:
-    """
-    Drafts are written behind the text in the caches of SA and of N layers, and cut off again. The tree is
-    EAGLE-2's,
-    see tree.plant_best_levels. A level brings at most one token more, with the probability that the text
-    reaches it:
-    by default it is run where that is more than it takes here, measured in forwards of the target.
-    """
+    """A level is run, by default, if it likely brings more than it takes here: tree.plant_best_levels."""
 
     def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
@@ -338,7 +310,7 @@ class Drafter:
     def catch_up(self, tokens):
         """SA reads what is new in the text and these tokens behind it -> logits (1, V) for what follows."""
         end = len(self.text) + len(tokens)
-        self.sa.crop(min(self.sa.length, end - 1))                    # asked twice: the other last token goes
+        self.sa.crop(min(self.sa.length, end - 1))                     # asked twice: the last one goes
         new = (self.text + tokens)[self.sa.length:]
         how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), *how, 1)
@@ -395,7 +367,7 @@ def train(cfg, target, run):
         total, _ = loss(net, target, x, run.progress())
         opt.zero_grad(set_to_none=True)
         total.backward()
-        run.sync(net, total)                                         # mean gradient of all processes, clipped
+        run.sync(net, total)                                           # mean over processes, clipped
         opt.step()
     return net
 
