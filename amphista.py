@@ -46,7 +46,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, Block, DraftHead, GPTConfig, KVCache, Rotary, arg, frequencies
+from model import GPT, Block, DraftLMHead, GPTConfig, KVCache, Rotary, arg, frequencies
 from tree import Sampler, complete, plant
 
 
@@ -91,7 +91,7 @@ class Net(nn.Module):
         super().__init__()
         C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
-        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftLMHead(target, vocab)        # the frozen lm_head, or its rows for a draft vocabulary
         assert cfg.stages in (0, 1, 2), f"{cfg.stages} adaptation stages, not 0, 1 or 2"
         self.layer_cfg = replace(target.cfg, style="llama", qkv_bias=False, n_ffn=cfg.n_ffn or C,
                                  head_dim=target.cfg.head_dim + target.cfg.head_dim % 2,   # even, to rotate
@@ -114,7 +114,7 @@ class Net(nn.Module):
         self.out = None
         if not cfg.share_head:
             self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))         # (K, V, C), a copy
-        # gpt2 rotates nothing
+        # a gpt2 has no rotary to take after
         like = target.rotary or Rotary(frequencies(self.layer_cfg), target.cfg.block_size)
         self.rotary = Rotary(like.freq, like.most, like.scale)
 
@@ -143,7 +143,7 @@ class Net(nn.Module):
         if self.place is not None:
             z = z + self.place
         if self.block is not None:                              # the anchors are its batch: none sees another
-            z = self.block(z, causal=not self.cfg.bidirectional)       # bidirectional: no mask at all
+            z = self.block(z, causal=not self.cfg.bidirectional)       # bidirectional: every row sees all
         if self.out is None:
             return self.head(z, target)
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
@@ -152,7 +152,7 @@ class Net(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Loss
 
-def guesses(net, target, x):
+def predictions(net, target, x):
     """
     What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V)
     of head k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
@@ -172,17 +172,17 @@ def guesses(net, target, x):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        truth = net.head.draft_ids(x[row, t + 1 + k]).flatten()
+        truth = net.head.labels(x[row, t + 1 + k]).flatten()
         yield guess[:, :n].flatten(0, 1), truth, own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x):
     """x (B, T) -> the training loss, and how often each head's best guess is right (K,), as a share."""
     cfg, total, top1 = net.cfg, 0.0, []
-    for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
+    for k, (guess, truth, own) in enumerate(predictions(net, target, x), 1):
         error = 0.0
         if cfg.hard > 0:
-            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
+            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)    # -100 counts 0
         if cfg.soft > 0:
             error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
         total = total + cfg.decay**k * error
@@ -202,9 +202,9 @@ class Drafter:
     enters them. Of a long prompt they read the last WINDOW tokens: in training no sequence is longer.
     """
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
         self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
-        self.capacity = self.cache_rows = capacity if shape is None else len(shape.parent)
+        self.max_nodes = self.cache_rows = max_nodes if shape is None else len(shape.parent)
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -227,8 +227,8 @@ class Drafter:
         self.cache.keep(range(len(self.tokens)))
         self.tokens, self.h = [], []
         logits = self.net([s[:, -1] for s in stages], self.target)[0]  # (K, V)
-        scores = sampler.rank(self.net.head.all_tokens(logits), range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
+        scores = sampler.rank(self.net.head.full_vocab(logits), range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, limit or self.max_nodes, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ Shapes   B batch, T tokens, C channels, V vocabulary, K draft positions, L block
 Differs  The paper's method section could not be had, and no public code is known. What rests on what:
          abstract    states are transferred, later layers refine them, a tree verifies, lossless
          digests     one linear map a position is trained, by KL to the target (direction untold: --kl)
-         follows     position n + k (a gpt2's enter at the bottom: W_k must say it); pseudo keys are not kept
+         follows     position n + k (gpt2 adds positions at its input only: W_k says it); pseudo keys go
          remembered  three positions, four fifths up (unchecked); here four, to compare, three quarters up
          our own     from h_n, not the state before (--source); start (--init); earlier states are seen
                      (--blind; from a figure's title); decay^k; random anchors; groups as measured (Drafter)
@@ -39,7 +39,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, DraftHead, GPTConfig, arg
+from model import GPT, DraftLMHead, GPTConfig, arg
 from tree import Sampler, complete, plant
 
 
@@ -80,7 +80,7 @@ class Net(nn.Module):
         super().__init__()
         C, L, K = target.cfg.n_embd, target.cfg.n_layer, cfg.n_heads
         self.cfg, self.K = cfg, K
-        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftLMHead(target, vocab)        # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(K))      # W_k
         for proj in self.proj:
             nn.init.eye_(proj.weight) if cfg.init == "identity" else nn.init.normal_(proj.weight, std=C**-0.5)
@@ -101,11 +101,12 @@ class Net(nn.Module):
         self.sees = i == j if cfg.blind else i >= j                    # (K, K)
         self.first = min(layers)                                       # below it: real rows only
 
-    def layout(self, target, n, real):
-        """Anchors at n (M,) that see real (M, S) -> positions (K*M,), mask (K*M, S+K*M) of their states."""
+    def positions_and_mask(self, target, n, real):
+        """Of K states of each anchor at n (M,), positions (K*M,) and mask (K*M, S+K*M): they look at what the
+        anchor sees, real (M, S), itself included, and at the states of their own group up to themselves."""
         M, device = len(n), target.wte.weight.device
         pos = np.minimum(np.add.outer(self.order, n), target.cfg.block_size - 1).flatten()
-        siblings = np.kron(self.sees, np.eye(M)).astype(bool)          # another anchor's are never seen
+        siblings = np.kron(self.sees, np.eye(M)).astype(bool)          # never at another group's
         mask = np.concatenate((np.tile(real, (self.K, 1)), siblings), 1)
         return torch.from_numpy(pos).to(device), torch.from_numpy(mask).to(device)
 
@@ -163,38 +164,37 @@ def context(target, x):
 def transfer(net, target, h, cache, at, every=False):
     """Pseudo states for the anchors at (A,) of a text in one pass -> {l: (B, 1..K, A, C)}: Net.forward's."""
     real = np.tri(h[0].size(1), dtype=bool)[at.numpy()]                # (A, T)  the text up to the anchor
-    pos, mask = net.layout(target, at.numpy(), real)
+    pos, mask = net.positions_and_mask(target, at.numpy(), real)
     on = at.to(pos.device)
     states = net(target, h[0][:, :0], lambda l, x: h[l][:, on], pos, mask, cache, every)
     return {l: x.unflatten(1, (-1, len(at))) for l, x in states.items()}
 
 
-def guesses(net, target, x):
+def predictions(net, target, x):
     """
     What the pseudo states of every anchor say on the text x (B, T). Yields for k = 1..K: logits (M, V), the
     tokens (M,) to guess, the target's own logits (M, V); M = B * (T - k - 1), or B * cfg.anchors in training.
     """
     T, K, some = x.size(1), net.K, net.cfg.anchors
     assert T > K + 1, f"{T} tokens are too few for {K} draft positions"
-    at = torch.arange(T - 2)                                           # anchors with a token to guess
-    if net.training and some > 0:                                      # with K; alike in all sequences
+    at = torch.arange(T - 2)                                           # all that have a token to guess
+    if net.training and some > 0:                         # some that have K, the same in every sequence
         at = torch.randperm(T - K - 1)[:some].sort().values
     h, cache = context(target, x)
-    L = target.cfg.n_layer                                             # anchors never see each other:
-    parts = [transfer(net, target, h, cache, part)[L] for part in at.split(64)]
-    states = torch.cat(parts, 2)                                       # (B, K, A, C)
+    states = [transfer(net, target, h, cache, part)[target.cfg.n_layer] for part in at.split(64)]
+    states = torch.cat(states, 2)     # (B, K, A, C)   no anchor sees another: 64 at a time save memory
     for k in range(1, K + 1):
         n = at[at < T - k - 1].to(x.device)                            # x[n + k + 1] is in the text
         with torch.no_grad():
             own = net.head(target.norm(h[-1][:, n + k]), target)       # (B, A, V)  teacher forcing
         guess = net.head(target.norm(states[:, net.slot[k - 1], :len(n)]), target)     # (B, A, V)
-        yield guess.flatten(0, 1), net.head.draft_ids(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
+        yield guess.flatten(0, 1), net.head.labels(x[:, n + k + 1]).flatten(), own.flatten(0, 1)
 
 
 def loss(net, target, x):
     """x (B, T) -> the training loss, and how often each state's best guess is right (K,)."""
     cfg, total, top1 = net.cfg, 0.0, []
-    for k, (guess, truth, own) in enumerate(guesses(net, target, x), 1):
+    for k, (guess, truth, own) in enumerate(predictions(net, target, x), 1):
         error = 0.0
         if cfg.hard < 1 and cfg.kl == "forward":
             error = (1 - cfg.hard) * F.cross_entropy(guess, own.softmax(-1))   # KL + own's entropy
@@ -218,16 +218,16 @@ MOST_GROUPS = 4
 class Drafter:
     """
     Groups of K pseudo rows ride in the target's forward, for the nodes likeliest to end the path; if another
-    ends it, K rows run alone. By default as many as cost least: by target.seconds, and by where paths ended.
+    ends it, K rows run alone. By default so many that the rows and the extra passes cost least together.
     """
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, groups=None):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0, groups=None):
         self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
-        self.capacity = capacity if shape is None else len(shape.parent)
+        self.max_nodes = max_nodes if shape is None else len(shape.parent)
         self.fixed = groups is not None
-        self.groups = min(groups if self.fixed else MOST_GROUPS, self.capacity)   # at most, unless fixed
-        self.cache_rows = self.capacity + max(1, self.groups) * net.K
-        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths at the likeliest, .., elsewhere
+        self.groups = min(groups if self.fixed else MOST_GROUPS, self.max_nodes)   # at most, unless fixed
+        self.cache_rows = self.max_nodes + max(1, self.groups) * net.K
+        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths that ended at rank 0, 1, ..
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -261,14 +261,14 @@ class Drafter:
         anchors, all_pos, all_mask = None, pos, mask
         if self.ends:
             at, real = torch.tensor(self.ends, device=x.device), mask.cpu().numpy()
-            behind, look = net.layout(target, pos.cpu().numpy()[self.ends], real[self.ends])
+            behind, look = net.positions_and_mask(target, pos.cpu().numpy()[self.ends], real[self.ends])
             real = np.pad(real, ((0, 0), (0, len(behind))))            # real rows look at no pseudo row
             all_pos = torch.cat((pos, behind))
             all_mask = torch.cat((torch.from_numpy(real).to(look.device), look))
             anchors = lambda l, x: x.index_select(1, at)
         self.states = net(target, x, anchors, all_pos, all_mask, cache)    # (1, N + K*M, C) each
         hidden = target.norm(self.states[target.cfg.n_layer][:, :N])   # pseudo keys are not kept
-        if self.ends and hidden.isnan().any():                         # no mask hides a NaN: again, without
+        if self.ends and hidden.isnan().any():         # a NaN passes through every mask: real rows alone
             return self.target_forward(target, idx, pos, mask, cache, tree, carry=False)
         return hidden
 
@@ -287,16 +287,16 @@ class Drafter:
             m, N = self.ends.index(end), states[L].size(1) - net.K * M
         else:                                                          # K rows behind the text, not kept
             M, N, before = 1, 0, states
-            pos, mask = net.layout(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
+            pos, mask = net.positions_and_mask(self.target, [self.n - 1], np.ones((1, self.n), dtype=bool))
             anchor = lambda l, x: before[l][:, end:end + 1]
             states = net(self.target, before[L][:, :0], anchor, pos, mask, cache)
         self.h = states[L][0, [N + slot * M + m for slot in net.slot]]    # (K, C)
 
     def draft(self, root, sampler, limit=None):
         """-> a Tree of at most limit nodes of what may follow root, the token at position n."""
-        logits = self.net.head.all_tokens(self.net.head(self.target.norm(self.h), self.target))  # (K, V)
+        logits = self.net.head.full_vocab(self.net.head(self.target.norm(self.h), self.target))  # (K, V)
         scores = sampler.rank(logits, range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
+        return plant(root, scores, self.shape, limit or self.max_nodes, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ Differs  Exact acceptance by default; sample.py --accept typical is the paper's 
          --ramp raises the weight of the heads' loss (eq. 2, the authors' code); the text says the backbone's.
 Run      python train.py --method medusa  # 2 cores, 61 s: head 1 right .136 of the time, tau 1.74 at 8 nodes
          python sample.py --method medusa --compare
-         python train.py --method medusa --recipe 2      # Medusa-2; then sample.py with --out out/medusa2
+         python train.py --method medusa --recipe 2  # Medusa-2: all of a copy of the target -> out/medusa2
+         python sample.py --method medusa --out out/medusa2
 """
 import copy
 import math
@@ -43,7 +44,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, DraftHead, GPTConfig, arg
+from model import GPT, DraftLMHead, GPTConfig, arg
 from tree import Sampler, complete, plant
 
 
@@ -96,7 +97,7 @@ class Net(nn.Module):
         super().__init__()
         C = target.cfg.n_embd
         self.cfg, self.K = cfg, cfg.n_heads
-        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftLMHead(target, vocab)        # the frozen lm_head, or its rows for a draft vocabulary
         self.proj = nn.Linear(C, self.K * C)                           # W1 of all heads in one product
         nn.init.zeros_(self.proj.weight)                               # silu(0) = 0, so at the start ...
         nn.init.zeros_(self.proj.bias)                            # ... every head equals the target's lm_head
@@ -104,17 +105,17 @@ class Net(nn.Module):
         if not cfg.share_head:
             self.out = nn.Parameter(self.head.matrix(target).repeat(self.K, 1, 1))      # W2 (K, V, C), a copy
 
-    def forward(self, h, target):  # (M, C) -> (M, K, V)
-        z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))                       # (M, K, C)
+    def forward(self, h, target):  # (M, C) -> logits (M, K, V)
+        z = h.unsqueeze(1) + F.silu(self.proj(h)).unflatten(1, (self.K, -1))     # h + silu(W1 h)  (M, K, C)
         if self.out is None:
-            return self.head(z, target)
+            return self.head(z, target)                                # W2: the lm_head
         return (self.out @ z.permute(1, 2, 0)).permute(2, 0, 1)        # (K, V, C) @ (K, C, M)
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss
 
-def guesses(net, target, x, states=None):
+def predictions(net, target, x, states=None):
     """
     What the heads say on the text x (B, T), for every anchor at once. Yields for k = 1..K: logits (M, V)
     of head k, the tokens (M,) it should have guessed, and the target's own logits (M, V) for them, with
@@ -135,17 +136,17 @@ def guesses(net, target, x, states=None):
     for k, guess in enumerate(logits.unbind(2), 1):
         n = max(0, T - k - 1)                                          # the last anchors have no x[t+1+k]
         t = at[:, :n]
-        truth = net.head.draft_ids(x[row, t + 1 + k]).flatten()
+        truth = net.head.labels(x[row, t + 1 + k]).flatten()
         yield guess[:, :n].flatten(0, 1), truth, own[row, t + k].flatten(0, 1)
 
 
 def loss(net, target, x, states=None):
     """x (B, T) -> the training loss, and how often each head's best guess is right (K,), as a share."""
     cfg, total, top1 = net.cfg, 0.0, []
-    for k, (guess, truth, own) in enumerate(guesses(net, target, x, states), 1):
+    for k, (guess, truth, own) in enumerate(predictions(net, target, x, states), 1):
         error = 0.0
         if cfg.hard > 0:
-            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)
+            error = cfg.hard * F.cross_entropy(guess, truth, reduction="sum") / len(truth)    # -100 counts 0
         if cfg.soft > 0:
             error = error + cfg.soft * F.cross_entropy(guess, own.softmax(-1))
         total = total + cfg.decay**k * error
@@ -159,9 +160,9 @@ def loss(net, target, x, states=None):
 class Drafter:
     """Keeps the hidden state of the last committed token; one product of all heads makes a draft."""
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
         self.net, self.target, self.shape, self.floor = net.eval(), target, shape, floor
-        self.capacity = self.cache_rows = capacity if shape is None else len(shape.parent)
+        self.max_nodes = self.cache_rows = max_nodes if shape is None else len(shape.parent)
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -175,8 +176,8 @@ class Drafter:
     def draft(self, root, sampler, limit=None):
         """-> a Tree of at most limit nodes of what the heads see after root, the token at position n."""
         logits = self.net(self.h, self.target)[0]                      # (K, V)
-        scores = sampler.rank(self.net.head.all_tokens(logits), range(self.n + 1, self.n + 1 + self.net.K))
-        return plant(root, scores, self.shape, limit or self.capacity, self.floor)
+        scores = sampler.rank(self.net.head.full_vocab(logits), range(self.n + 1, self.n + 1 + self.net.K))
+        return plant(root, scores, self.shape, limit or self.max_nodes, self.floor)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,15 +278,15 @@ def walk_typical(tokens, parent, choice, p, epsilon, delta):
 
     p (N, V): Typical.probabilities after each node; all else as for walk, with a greedy choice.
     """
-    limit = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
+    bound = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=epsilon)       # (N,)
     up = parent[1:]
     chance = p[up, tokens[1:]]                                         # (N - 1,) of every node after the root
-    ok, chance = (chance > limit[up]).tolist(), chance.log().tolist()
-    reach = {0: (0, 0.0)}                                        # accepted node -> (depth, log p of its path)
+    ok, chance = (chance > bound[up]).tolist(), chance.log().tolist()
+    accepted = {0: (0, 0.0)}                                           # node -> (depth, log p of its path)
     for i, (a, good, logp) in enumerate(zip(up, ok, chance), 1):
-        if good and a in reach:
-            reach[i] = reach[a][0] + 1, reach[a][1] + logp
-    path = [max(reach, key=reach.get)]
+        if good and a in accepted:
+            accepted[i] = accepted[a][0] + 1, accepted[a][1] + logp
+    path = [max(accepted, key=accepted.get)]
     while path[0]:
         path.insert(0, parent[path[0]])
     return path, [tokens[i] for i in path[1:]] + [choice[path[-1]]]

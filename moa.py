@@ -19,9 +19,9 @@ Idea     1. LSA: attention over the target's layers makes one state of a verifie
             k, v of the last N layers [0..t] ------> layers L-N..L-1, norm, lm_head -> x[t+1+k] at x[t+k]
 
 Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no mask; rotary by layer
-         f_i     = CA( SA(e)_i , s_0 .. s_start(i) ),   h'_i = TLI_N( f )_i     TLI_0(f) = f, in normed space
+         f_i     = CA( SA(e)_i , s_0 .. s_last(i) ),   h'_i = TLI_N( f )_i     TLI_0(f) = f, in normed space
          q_i     = softmax( lm_head h'_i ),   V(node) = product of q on its path  (EAGLE-2, arXiv:2406.16858)
-         start(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
+         last(i) = last verified j < i; in training verified: j < prompt or j % every = 0, every ~ U{6..14}
          loss    = 0.1 CE( p, q ) + SmoothL1( h', h )                           p and h are the target's
                    N > 0: the second term is half that, half SmoothL1( f, input of layer L-N )
          here:  W b = ekv2e   N = tli   e = target.embed   f h' = f guess
@@ -29,7 +29,7 @@ Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no 
 Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target,
          K draft depth, H query and G key/value heads of width D
 Differs  The authors' code is known, not the paper's text ("without LSA" is inferred). Theirs in brackets:
-         training   a random prefix is the prompt, all positions count (the response's); start(i) < i (<= i)
+         training   a random prefix is the prompt, all positions count (the response's); last(i) < i (<= i)
          TLI        works at inference (does not); positions overwritten in training leave the final loss
          start      norms 1, residual outputs 0: untrained, with N = L, it is the target (all N(0, 0.02))
          blocks     Llama's, rotating a gpt2's wte + wpe too; LSA's MLP is narrower; the target's G (half)
@@ -48,9 +48,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (GPT, MLP, Block, DraftHead, GPTConfig, KVCache, Rotary, additive, arg, attend, frequencies,
-                   make_norm, rotate)
-from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
+from model import (GPT, MLP, Block, DraftLMHead, GPTConfig, KVCache, Rotary, additive, arg, attend,
+                   frequencies, make_norm, rotate)
+from tree import LevelRunner, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -60,15 +60,14 @@ from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape
 class Config:
     """Mixture of Attentions on a frozen target."""
     depth: int = arg(4, "K, levels of the tree", low=1, high=1000)
-    breadth: int = arg(4, "nodes that are run in a level, and children that each of them proposes",
-                       low=1, high=1000)
+    breadth: int = arg(4, "nodes run in a level, and children that each proposes", low=1, high=1000)
     tli: int = arg(1, "N, last layers of the target that the drafter runs too; 0 = none")
     mlp: int = arg(0, "feed-forward width of SA and CA; 0 = 1.5 C (the authors')")
     lsa_mlp: int = arg(256, "feed-forward width of LSA; 0 = 1.5 x its input (the authors')")
     n_kv_head: int = arg(0, "key/value heads of SA and CA; 0 = as many as the target (the authors': half)")
     lsa: bool = arg(True, "CA reads keys and values of all layers; off = the last hidden state")
     on_policy: bool = arg(True, "training hides states since the last verification; off = only a token's own")
-    every_min: int = arg(6, "a verification every U{min..max} tokens in training")
+    every_min: int = arg(6, "a verification every U{min..max} tokens in training: T of the T-step bound")
     every_max: int = arg(14, "see every_min")
     staircase: bool = arg(True, "early in training SA often sees only tokens since the last verification")
     tli_exact: bool = arg(False, "N > 0: train on just the states that drafting has; off = as the authors")
@@ -121,7 +120,7 @@ class Net(nn.Module):
             raise ValueError(f"--tli may be at most {c.n_layer} here, --n-kv-head a divisor of {c.n_head}; "
                              "2 <= --every-min <= --every-max")
         self.cfg, self.K = cfg, cfg.depth
-        self.head = DraftHead(target, vocab)          # the frozen lm_head, or its rows for a draft vocabulary
+        self.head = DraftLMHead(target, vocab)        # the frozen lm_head, or its rows for a draft vocabulary
         self.layer = replace(c, style="llama", n_layer=1, n_kv_head=cfg.n_kv_head or c.n_kv_head,
                              head_dim=c.head_dim + c.head_dim % 2,     # even, to be rotated
                              n_ffn=cfg.mlp or c.n_embd * 3 // 2, qkv_bias=False)
@@ -169,7 +168,7 @@ class Net(nn.Module):
 # Loss
 
 @torch.no_grad()
-def guesses(net, target, x):
+def predictions(net, target, x):
     """Yields for k = 1..K, all anchors t: logits (M, V), x[t+1+k] (M,), the target's logits (M, V)."""
     B, T = x.shape
     pos, rope = target.positions(T), net.rotary(slice(T))
@@ -179,17 +178,17 @@ def guesses(net, target, x):
     cache.keep(range(T))
     kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
-    alone = torch.eye(T, dtype=torch.bool, device=x.device)
-    sees = alone.new_ones(T, T).tril()
+    itself = torch.eye(T, dtype=torch.bool, device=x.device)
+    sees = itself.new_ones(T, T).tril()
     # T = 5, k = 2, row t = 1: 1 1 0 0 0 | 0 1 0 | 0 1, the verified x[..t] and its own two drafts
     look = sees
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t < n, queries at t + k
-        look = torch.cat((look[:n], alone[:n, :n]), -1)
+        look = torch.cat((look[:n], itself[:n, :n]), -1)               # n more rows in the cache, one its own
         f = net.ca(s[:, k:T - 1], kv, net.rotary(slice(k, T - 1)), additive(sees[:n], h.dtype))
         h = net.finish(f, target, pos[k:T - 1], additive(look, h.dtype), cache=cache)    # (B, n, C)
         cache.keep(range(n))                                           # the deeper drafts will look at these
-        truth = net.head.draft_ids(x[:, k + 1:]).flatten()
+        truth = net.head.labels(x[:, k + 1:]).flatten()
         yield net.head(h, target).flatten(0, 1), truth, own[:, k:-1].flatten(0, 1)
 
 
@@ -202,26 +201,27 @@ def loss(net, target, x, progress=1.0):
         cache = target.new_cache(T, B)
         deep = target.run(target.embed(x, t), t, None, cache, 0, split)    # into layer L-N
         h = target.norm(target.run(deep, t, None, cache, split))       # (B, T, C)
+    # T-step bound: as in drafting, row i sees states of the target up to the last verification before it
     every = torch.randint(cfg.every_min, cfg.every_max + 1, (B, 1), device=x.device)
     prompt = torch.randint(2, max(3, T // 2 + 1), (B, 1), device=x.device)
     verified = (t < prompt) | (t % every == 0)                         # (B, T)
-    # verified 1 1 0 0 1 0 -> cummax of j: 0 1 1 1 4 4 -> start: 0 0 1 1 1 4
-    start = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))    # the last verified before i
-    seen = start if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
+    # verified 1 1 0 0 1 0 -> cummax of j: 0 1 1 1 4 4 -> last: 0 0 1 1 1 4
+    last = F.pad((t * verified).cummax(-1).values[:, :-1], (1, 0))     # the last verified before i
+    bound = last if cfg.on_policy else (t - 1).clamp(min=0).expand(B, T)
     before, mask = t <= t[:, None], None
-    if cfg.staircase and progress < 0.5:                               # some samples' SA: start+1 .. i only
+    if cfg.staircase and progress < 0.5:                               # some samples' SA: last+1 .. i only
         wide = torch.rand(B, 1, 1, device=x.device) >= 1 - 2 * progress
-        mask = before & (wide | (t > start[..., None]) | (t == t[:, None]))    # and x[0] itself
+        mask = before & (wide | (t > last[..., None]) | (t == t[:, None]))    # and x[0] itself
         mask = additive(mask[:, None], h.dtype)                        # (B, 1, T, T)
     s = net.sa(target.embed(x, t), rope, mask, causal=mask is None)
-    sees = t <= seen[..., None]                                        # (B, T, T)  s_j for j <= start(i)
+    sees = t <= bound[..., None]                                       # (B, T, T)  s_j for j <= bound(i)
     kv = net.ca.keys(net.read(*cache.read(slice(T)), h), rope)
     f = net.ca(s, kv, rope, additive(sees[:, None], h.dtype))          # (B, T, C)
 
     count = (t > 0).expand(B, T)                                       # x[0] has nothing verified before it
     if cfg.tli == 0:
         guess = f
-    elif cfg.tli_exact:                                                # true k, v up to start(i), own behind
+    elif cfg.tli_exact:                                                # true k, v up to last(i), own behind
         look = torch.cat((sees, before & ~sees), -1)                   # (B, T, 2T)
         def write(layer, k, v):                                        # a KVCache would break autograd
             return torch.cat((cache.k[layer], k), 2), torch.cat((cache.v[layer], v), 2)
@@ -238,8 +238,8 @@ def loss(net, target, x, progress=1.0):
         distance = 0.5 * distance + 0.5 * F.smooth_l1_loss(f[:, 1:], deep[:, 1:])
     total = cfg.ce * F.cross_entropy(logits, p) + cfg.feature * distance
 
-    right = logits.argmax(-1) == F.pad(net.head.draft_ids(x[:, 1:]), (0, 1), value=-1)[count]
-    past = (t - start).masked_fill(t == T - 1, 0)[count]               # what follows the last is not known
+    right = logits.argmax(-1) == F.pad(net.head.labels(x[:, 1:]), (0, 1), value=-1)[count]
+    past = (t - last).masked_fill(t == T - 1, 0)[count]                # what follows the last is not known
     top1 = []
     for k in range(1, net.K + 1):
         top1.append((right & (past == k)).sum() / (past == k).sum().clamp(min=1))
@@ -255,19 +255,19 @@ OPTIONS = {"depth": "levels of the tree", "breadth": "nodes run in a level, and 
 class Drafter:
     """A level is run, by default, if it likely brings more than it takes here: tree.plant_best_levels."""
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
-        self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.capacity, self.depth = capacity, depth or net.K
-        self.measured = not depth                                      # reach: a level in forwards, by layers
-        self.reach = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0
+        self.shape = shape and shape.cut(target.cfg.block_size, target.cfg.vocab_size)
+        self.max_nodes, self.depth = max_nodes, depth or net.K
+        self.measured = not depth                    # price of a level in forwards: by layers, until measured
+        self.price = (2 + net.cfg.tli) / target.cfg.n_layer if self.measured else 0.0
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
         self.drafts = self.breadth * self.depth                        # room for the rows behind the root
         if shape:
             parent = self.shape.parent
-            self.capacity = self.drafts = len(parent)
+            self.max_nodes = self.drafts = len(parent)
             self.depth = max(Tree(parent, parent).depth)
-        self.cache_rows = self.capacity
+        self.cache_rows = self.max_nodes
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -305,18 +305,18 @@ class Drafter:
         self.sa.length += len(tokens)
         if self.last:
             self.last.length += queries
-        return net.head.all_tokens(net.head(x[0], target))
+        return net.head.full_vocab(net.head(x[0], target))
 
     def catch_up(self, tokens):
         """SA reads what is new in the text and these tokens behind it -> logits (1, V) for what follows."""
         end = len(self.text) + len(tokens)
-        self.sa.crop(min(self.sa.length, end - 1))                     # asked twice: the last one goes
+        self.sa.crop(min(self.sa.length, end - 1))                     # nothing new: the last row once more
         new = (self.text + tokens)[self.sa.length:]
         how = self.target.attention_mask(len(new), None, self.sa, self.sa.k[0].dtype)
         return self.forward(new, slice(self.sa.length, end), *how, 1)
 
-    def alone(self, tokens):
-        """Logits (1, V) for what follows the root and what was written since; once for each token more."""
+    def next_logits(self, tokens):
+        """Logits (1, V) for what follows the root and what was written since: after each token."""
         before = self.last.length - len(self.text) if self.last else len(tokens) - 1
         assert before == len(tokens) - 1, f"{before} of {len(tokens)} tokens went before"
         return self.catch_up(tokens)
@@ -325,7 +325,7 @@ class Drafter:
         """-> a Tree of at most limit nodes of what may follow root, which stands behind the text."""
         S, run = len(self.text), 0                                     # levels that were run
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
-        if depth < 1 or self.capacity < 2:
+        if depth < 1 or self.max_nodes < 2:
             return Tree([root], [-1], [1.0])
         logits = self.catch_up([root])
         began = time.perf_counter()
@@ -335,18 +335,18 @@ class Drafter:
             run += 1
             mask = additive(F.pad(mask, (S + 1, 0), value=True), logits.dtype)
             return self.forward(tokens, slice(S + d, S + d + 1), mask, False, len(tokens))
-        levels = Levels(step, logits, sampler, S)
+        levels = LevelRunner(step, logits, sampler, S)
         if self.shape:
             tree = plant_shape_levels(root, levels, depth, self.shape)
         else:
-            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity,
-                                     self.floor, self.reach)
+            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.max_nodes,
+                                     self.floor, self.price)
         self.sa.crop(S + 1)                                            # text and root stay, drafts go
         if self.last:
             self.last.crop(S)
-        if self.measured and self.target.seconds and run:              # levels waited for the device
+        if self.measured and self.target.seconds and run:        # a true clock: a level ends in .tolist()
             share = (time.perf_counter() - began) / run / self.target.seconds[0]
-            self.reach += 0.1 * (min(share, 1.0) - self.reach)
+            self.price += 0.1 * (min(share, 1.0) - self.price)
         return tree
 
 

@@ -14,7 +14,8 @@ Idea     One block serves two families, so that one code path decodes them all:
 Exact    One forward of N tokens and N forwards of one token differ in the last bits, since their sums run in
          another order, and in bfloat16 a near tie then goes the other way. Not here: matrix products run over
          a number of rows at which no row depends on its neighbours, and attention adds in an order that does
-         not show (attend_exactly). plumbing/exact.py asks for it; without it the last bits may differ.
+         not show (attend_exactly). plumbing/exact.py tries at load how many rows it takes, in each dtype;
+         in float32 it is left out where it costs a step more than a quarter: ties of 1e-5 may then flip.
 Shapes   B batch, T new, S cached tokens, C channels, V vocabulary, H query, G key/value heads of width D
 """
 import math
@@ -71,8 +72,8 @@ def rotate(x, cos, sin):
 
 class Rotary(nn.Module):
     """
-    Cos and signed sin for positions, as rotate takes them. Their table grows with what is asked for; not
-    for a tensor on a GPU, which one would have to wait for: GPT.positions and new_cache reserve room.
+    Cos and signed sin for positions, as rotate takes them. Their table grows with what is asked for. On a
+    GPU to look at positions would mean to wait for them: there GPT.positions and new_cache reserve room.
     """
 
     def __init__(self, freq, most, scale=1.0):  # (D/2,) frequencies; positions 0 .. most - 1
@@ -116,8 +117,8 @@ def per_query(mask, group):
 def attend(q, k, v, mask=None, causal=False):
     """
     Softmax attention, q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D). causal: row i looks at rows 0
-    .. i; else at all, or by mask (T, S), additive, repeated by per_query or not. Unless causal, the
-    queries of a group lie side by side as rows, so keys and values are read once and never copied.
+    .. i. Else at all S rows, or where mask (T, S), additive, lets it (it may have gone through per_query).
+    Unless causal, the queries of a group are rows side by side: keys and values are read once, not copied.
     """
     B, H, T, D = q.shape
     G = k.size(1)
@@ -150,21 +151,21 @@ def attend_exactly(q, k, v, parts, exact):
                 in the same order,      the end, the order
                 for every such row      does not show
 
-    parts: for each page (rows, text, end, mask), a slice of rows that look at keys 0 .. text - 1, and by
-    mask (H/G * rows, end - text), additive, float64, or None at keys text .. end - 1 of their page.
+    parts: for each page (rows, paged, end, mask), a slice of rows that look at keys 0 .. paged - 1, and by
+    mask (H/G * rows, end - paged), additive, float64, or None at keys paged .. end - 1 of their page.
     """
     B, H, T, D = q.shape
     out = []
-    for rows, text, end, mask in parts:
+    for rows, paged, end, mask in parts:
         x = q[:, :, rows].reshape(B, k.size(1), -1, D)                 # (1, G, H/G * rows, D)
-        page = x.double(), k[:, :, text:end].double(), v[:, :, text:end].double()
-        if not text:
+        page = x.double(), k[:, :, paged:end].double(), v[:, :, paged:end].double()
+        if not paged:
             y = F.scaled_dot_product_attention(*page, attn_mask=mask)
         else:
             flash, n = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, x.size(2)
             y, weight = flash(*page, attn_mask=mask)
             x = F.pad(x, (0, 0, 0, -n % exact.attention))
-            before, weight_before = flash(x, k[:, :, :text], v[:, :, :text])
+            before, weight_before = flash(x, k[:, :, :paged], v[:, :, :paged])
             share = torch.sigmoid(weight - weight_before[:, :, :n]).unsqueeze(-1)
             y = torch.lerp(before[:, :, :n].double(), y, share)
         out.append(y.to(q.dtype).view(B, H, -1, D))
@@ -192,7 +193,7 @@ class Attention(nn.Module):
         if rope is not None:
             qk = rotate(qk, *rope)
         q, k = qk[:, :H], qk[:, H:]
-        real, parts, how = exact or (T, None, None)                    # rows from real on are not read
+        real, parts, how = exact or (T, None, None)                    # rows from real on fill up: not kept
         if cache is not None:
             k, v = cache.write(layer, k[:, :, :real], v[:, :, :real])  # (B, G, S+T, D)
         y = attend_exactly(q, k, v, parts, how) if exact else attend(q, k, v, mask, causal)
@@ -334,9 +335,8 @@ class GPT(nn.Module):
 
     def attention_mask(self, T, mask, cache, dtype):
         """
-        Who may look at whom among T new rows behind S cached ones -> (mask, causal) for attend. A row
-        looks at cached rows and at new ones up to itself: at all, or by mask (.., T, S+T) bool, True = may
-        look.
+        Who may look at whom among T new rows behind S cached ones -> (mask, causal) for attend: a row at
+        the cached ones and at new ones up to itself, or as mask (.., T, S+T) bool says, True = may look.
         """
         S = cache.length if cache is not None else 0
         if mask is None and (T == 1 or S == 0):
@@ -368,7 +368,8 @@ class GPT(nn.Module):
         return x
 
     def parts(self, T, rows, mask, S, group):
-        """parts for attend_exactly: T new rows behind S old ones, filled up to rows; mask as in run."""
+        """parts for attend_exactly: T new rows behind S old ones, filled up to rows; mask as in run. Rows of
+        a part share a page: whole pages before it are keys [0, paged), in it lie keys [paged, end)."""
         page = PAGE if self.exact.attention else rows + S              # or one page that holds everything
         if mask is not None:                                           # a tree stays in its page, see reach
             ends, looks = [rows], torch.cat((mask, mask[-1:].expand(rows - T, -1)))
@@ -378,10 +379,10 @@ class GPT(nn.Module):
                 looks = torch.ones(rows, S + T, dtype=torch.bool, device=self.wte.weight.device).tril(S)
         out, first = [], 0
         for last in ends:
-            text, end = (S + first) // page * page, S + min(last, T)
+            paged, end = (S + first) // page * page, S + min(last, T)
             if looks is not None:
-                mask = per_query(additive(looks[first:last, text:end], torch.float64), group)
-            out.append((slice(first, last), text, end, mask))
+                mask = per_query(additive(looks[first:last, paged:end], torch.float64), group)
+            out.append((slice(first, last), paged, end, mask))
             first = last
         return out
 
@@ -410,7 +411,7 @@ class GPT(nn.Module):
         return KVCache(self.cfg, max_len, B, self.wte.weight.device, self.wte.weight.dtype)
 
 
-class DraftHead(nn.Module):
+class DraftLMHead(nn.Module):
     """
     What a drafter ends in: the target's frozen lm_head, or its rows for a draft vocabulary ids (N,). The
     target still verifies over all V tokens, so the text stays the same: others are merely never drafted.
@@ -437,11 +438,11 @@ class DraftHead(nn.Module):
         """(V or N, C), only to be read."""
         return target.lm_head.weight.detach() if self.ids is None else self.lm_rows
 
-    def draft_ids(self, x):
-        """Tokens -> their places among the logits; -100, which cross_entropy ignores, for those outside."""
+    def labels(self, x):
+        """Tokens -> their places among the logits; outside -100, which cross_entropy ignores."""
         return x if self.ids is None else self.row_of[x]
 
-    def all_tokens(self, logits):
+    def full_vocab(self, logits):
         """Logits (.., N) for the draft vocabulary -> (.., V) for all tokens, -inf outside."""
         if self.ids is None:
             return logits

@@ -151,7 +151,7 @@ def stream(opt, target, tokenizer, prompt, drafter, exact=False, client=None, tr
         for i, token in enumerate(new):
             text = utf8.decode(tokenizer.decode_bytes([token]))
             accepted = colour and i < len(new) - 1                     # the last token is the target's own
-            style = "\033[2m" if dim and client.alone else "\033[32m" if accepted else ""
+            style = "\033[2m" if dim and client.offline else "\033[32m" if accepted else ""
             sys.stdout.write(f"{style}{text}\033[0m" if style else text)
         sys.stdout.flush()
 

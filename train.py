@@ -33,7 +33,7 @@ from tree import complete
 from plumbing.budget import accuracy, calibrate, most_nodes
 from plumbing.contract import check_method
 from plumbing.checkpoint import DAMAGED, differences, load, load_model, out_folder, versions
-from plumbing.fast import StateCache
+from plumbing.fast import HiddenStateCache
 from plumbing.options import OUT, command, fail, gpu, parse, pick_device, rank, say
 from plumbing.own_text import own_text
 from plumbing.pretrained import load_pretrained
@@ -337,7 +337,7 @@ def main(argv=None):
     backbone_cfg = cfg if again else BackboneConfig(**preset("backbone", big))
     target, corpus = get_backbone(opt, backbone_cfg, corpus, device, again)
     if opt.backbone and opt.state_cache:                               # all drafters of this run share it
-        target.hidden, corpus.aligned = StateCache(target, opt.state_cache * 1e9), True
+        target.hidden, corpus.aligned = HiddenStateCache(target, opt.state_cache * 1e9), True
     if getattr(cfg, "recipe", 1) == 2:                                 # a backbone of its own: like OUT
         out = opt.out = os.path.join(opt.out, "medusa2")
     kinds = [] if again else list(METHODS) if opt.method == "all" else [opt.method]

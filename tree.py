@@ -117,7 +117,7 @@ class Tree:
                     self.value and [self.value[i] for i in keep])
 
     def cut(self, depth):
-        """The same tree without the nodes below depth."""
+        """The same tree without nodes deeper than depth."""
         keep = [i for i, d in enumerate(self.depth) if d <= depth]
         return self.take(keep) if len(keep) < len(self) else self
 
@@ -139,7 +139,7 @@ class Shape:
     rank: list
     value: list = None
 
-    def limit(self, K, V):
+    def cut(self, K, V):
         """Cut to K draft positions and V guesses each; the root stays."""
         tree, keep = Tree(self.rank, self.parent, self.value), {-1}
         for i, up in enumerate(tree.parent):
@@ -154,7 +154,7 @@ def grow(p, limit, floor=0.0):
     The Shape of at most limit nodes, root included, that is expected to be accepted furthest if
     positions are guessed independently. p[d][r] = P(guess r for draft position d + 1 is right), falling
     with r; a node is worth the product of p along its path. The best node next to the tree enters, until
-    all others are below floor. Medusa's sparse tree (2.3.3) has p from other text, best-first this
+    all others are at floor or below. Medusa's sparse tree (2.3.3) has p from other text, best-first this
     step's.
     """
     shape = Shape([-1], [0], [1.0])
@@ -179,7 +179,7 @@ def plant(root, scores, shape=None, limit=16, floor=0.0):
     shape fixes the topology; without one the best-first tree of at most limit nodes is grown.
     """
     K, V = scores.shape
-    shape = shape and shape.limit(K, V)
+    shape = shape and shape.cut(K, V)
     width = min(V, limit if shape is None else max(shape.rank) + 1)
     top = scores.softmax(-1).topk(width)
     guesses, chance = top.indices.tolist(), top.values.tolist()
@@ -191,7 +191,7 @@ def plant(root, scores, shape=None, limit=16, floor=0.0):
     return tree
 
 
-class Levels:
+class LevelRunner:
     r"""
     For drafters that guess token after token: the nodes run since the root, level by level, a row each.
     step(d, tokens, up, mask) -> logits (n, V) runs the n nodes of level d. up: the row in the last level
@@ -206,16 +206,16 @@ class Levels:
 
     def __init__(self, step, logits, sampler, S):  # logits (1, V) for what follows the root, at position S
         self.step, self.logits, self.sampler, self.S = step, logits, sampler, S
-        self.row, self.parent = {0: -1}, []              # node -> its row; row -> its parent's, -1 = the root
+        self.row, self.row_parent = {0: -1}, []     # node -> its row; row -> its parent's; -1: the root
 
-    def guesses(self, d, level, tokens, parent, breadth):
-        """Runs the nodes of level d - 1 -> the best guesses of each for level d, (token, probability)."""
+    def best_children(self, d, level, tokens, parent, breadth):
+        """Runs the nodes of level d - 1 -> the breadth best children of each, (token, probability)."""
         if d > 1:
-            first = len(self.parent) - len(self.logits)                # row of the last level
+            first = len(self.row_parent) - len(self.logits)            # first row of the last level
             up = [self.row[parent[i]] for i in level]
-            self.row |= {i: len(self.parent) + n for n, i in enumerate(level)}
-            self.parent += up
-            mask = tree_mask(self.parent)[-len(level):].to(self.logits.device)
+            self.row |= {i: len(self.row_parent) + n for n, i in enumerate(level)}
+            self.row_parent += up
+            mask = tree_mask(self.row_parent)[-len(level):].to(self.logits.device)
             self.logits = self.step(d - 1, [tokens[i] for i in level], [row - first for row in up], mask)
         scores = self.sampler.rank(self.logits, [self.S + d])          # a level shares one row of noise
         top = scores.topk(breadth)
@@ -224,24 +224,24 @@ class Levels:
         return [[(int(token), math.exp(min(0.0, x))) for token, x in zip(row, row[breadth:])] for row in rows]
 
 
-def plant_best_levels(root, levels, depth, breadth, limit=16, floor=0.0, reach=0.0):
+def plant_best_levels(root, levels, depth, breadth, limit=16, floor=0.0, price=0.0):
     """
     EAGLE-2's tree (arXiv:2406.16858): run the breadth best nodes of a level, let each propose its
-    breadth best children, keep the limit best of all by path probability V > floor. A level is not run
-    where the text reaches it with a probability, the sum of its nodes' V, below reach.
+    breadth best children, keep the limit best of all by path probability V > floor. Stop before a level
+    whose nodes' V sum to less than price, what it costs to run it: the text is unlikely to come that far.
     """
     tokens, parent, value, level, best = [root], [-1], [1.0], [0], []
     for d in range(1, depth + 1):
         first = len(tokens)
-        for up, guesses in zip(level, levels.guesses(d, level, tokens, parent, breadth)):
+        for up, guesses in zip(level, levels.best_children(d, level, tokens, parent, breadth)):
             for token, q in guesses:
-                if value[up] * q > floor:                              # <= its parent's: the best form a tree
+                if value[up] * q > floor:                              # never above its parent's
                     tokens.append(token)
                     parent.append(up)
                     value.append(value[up] * q)
         best = sorted(range(1, len(tokens)), key=lambda i: -value[i])[:limit - 1]
-        level = [i for i in best if i >= first][:breadth]             # other parents' children cannot be best
-        if not level or sum(value[i] for i in level) < reach:
+        level = [i for i in best if i >= first][:breadth]             # a node outside best has no child in it
+        if not level or sum(value[i] for i in level) < price:
             break
     return Tree(tokens, parent, value).take([0] + sorted(best))        # in order of birth: parents first
 
@@ -252,7 +252,7 @@ def plant_shape_levels(root, levels, depth, shape):
     tokens, value, level = [root] * N, [1.0] * N, [0]
     children = [[i for i in range(1, N) if parent[i] == up] for up in range(N)]
     for d in range(1, depth + 1):
-        for up, guesses in zip(level, levels.guesses(d, level, tokens, parent, max(shape.rank) + 1)):
+        for up, guesses in zip(level, levels.best_children(d, level, tokens, parent, max(shape.rank) + 1)):
             for i in children[up]:
                 tokens[i], q = guesses[shape.rank[i]]
                 value[i] = value[up] * q
@@ -322,11 +322,11 @@ class Text:
         if self.done:
             return
         self.cache = target.new_cache(n + self.left + (drafter.cache_rows if drafter else 1))
-        self.budget = getattr(drafter, "budget", None)
+        self.node_budget = getattr(drafter, "node_budget", None)
         if drafter:
             drafter.start(target, n + self.left)
-        if self.budget:
-            self.budget.start(target)
+        if self.node_budget:
+            self.node_budget.start(target)
 
     def lap(self, what):
         """The time since the last lap went into this. A GPU may be at work still: choosing waits for it."""
@@ -354,10 +354,10 @@ class Text:
         tree = Tree([root], [-1])
         if self.drafter:
             self.drafter.observe(self.tokens, self.hidden, self.cache)
-            limit = self.budget.limit() if self.budget else None
+            limit = self.node_budget.limit() if self.node_budget else None
             tree = self.drafter.draft(root, self.sampler, limit)
         self.lap("draft")
-        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))  # deeper is for nothing
+        return tree.cut(min(self.left - 1, self.target.reach(self.cache.length)))     # deeper: never emitted
 
     def verify(self, tree):
         """One forward of the target -> the tree, the target's choice after every node, its logits (N, V)."""
@@ -372,7 +372,7 @@ class Text:
         except FloatingPointError:
             if len(tree) == 1:
                 raise
-            return self.verify(tree.cut(0))                            # no mask hides a NaN: without drafts
+            return self.verify(tree.cut(0))    # a NaN passes through every mask: without what was drafted
         self.lap("choice" if self.device.type == "cpu" else "verify")
         self.stats.nodes += len(tree)
         return tree, choice, logits
@@ -388,8 +388,8 @@ class Text:
         self.left -= len(out)
         self.stats.accepted.append(len(out))
         self.stats.stop = "eos" if end else self.stats.stop
-        if self.budget and tree:
-            self.budget.learn(tree, path, time.perf_counter() - self.began)
+        if self.node_budget and tree:
+            self.node_budget.learn(tree, path, time.perf_counter() - self.began)
         self.lap("rest")
         return out
 

@@ -44,7 +44,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, Block, GPTConfig, KVCache, Rotary, additive, arg, frequencies
-from tree import Levels, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
+from tree import LevelRunner, Sampler, Tree, complete, plant_best_levels, plant_shape_levels
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Net(nn.Module):
 # Loss
 
 @torch.no_grad()
-def guesses(net, target, x):
+def predictions(net, target, x):
     """
     What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for
     every anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have
@@ -154,17 +154,17 @@ class Drafter:
     cut off again. The tree grows level by level, see tree.plant_best_levels.
     """
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0, depth=None, breadth=None):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0, depth=None, breadth=None):
         self.net, self.target, self.floor = net.eval(), target, floor
-        self.shape = shape and shape.limit(target.cfg.block_size, target.cfg.vocab_size)
-        self.capacity, self.depth = capacity, depth or net.K
+        self.shape = shape and shape.cut(target.cfg.block_size, target.cfg.vocab_size)
+        self.max_nodes, self.depth = max_nodes, depth or net.K
         self.breadth = min(breadth or net.cfg.breadth, target.cfg.vocab_size)
         self.drafts = self.breadth * self.depth                        # room for the rows behind the root's
         if shape:
             parent = self.shape.parent
-            self.capacity = self.drafts = len(parent)
+            self.max_nodes = self.drafts = len(parent)
             self.depth = max(Tree(parent, parent).depth)
-        self.cache_rows = self.capacity
+        self.cache_rows = self.max_nodes
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -188,7 +188,7 @@ class Drafter:
         """-> a Tree of at most limit nodes: what may follow root, which stands behind the text."""
         S = len(self.text)                                             # the root's position; its row is S - 1
         depth = min(self.depth, self.max_len - S - 2)                  # a deeper node could never be emitted
-        if depth < 1 or self.capacity < 2:
+        if depth < 1 or self.max_nodes < 2:
             return Tree([root], [-1], [1.0])
         self.cache.crop(min(self.cache.length, S - 1))                 # if asked twice, the other root goes
         n = self.cache.length                                          # rows n .. S-1 are new
@@ -202,11 +202,11 @@ class Drafter:
             f = self.forward(tokens, f[up], slice(S + d - 1, S + d), mask)
             return self.target.lm_head(f)
         logits = self.target.lm_head(f)
-        levels = Levels(step, logits, sampler, S)
+        levels = LevelRunner(step, logits, sampler, S)
         if self.shape:
             tree = plant_shape_levels(root, levels, depth, self.shape)
         else:
-            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.capacity, self.floor)
+            tree = plant_best_levels(root, levels, depth, self.breadth, limit or self.max_nodes, self.floor)
         self.cache.crop(S)                                             # text and root stay, drafts go
         return tree
 

@@ -66,7 +66,8 @@ def numbers(text, name):
 
 def round_trips(opt, rtts, lengths, target, tokenizer, net, prompts):
     """The first table -> its rows."""
-    ways = {"plain API": None, "MoA trees": moa.Drafter(net, target, capacity=most_nodes("cpu"), depth=net.K)}
+    ways = {"plain API": None,
+            "MoA trees": moa.Drafter(net, target, max_nodes=most_nodes("cpu"), depth=net.K)}
     ways |= {f"MoA chain {k}": moa.Drafter(net, target, shape=chain(k)) for k in lengths}
     command = [sys.executable, moa.__file__, "serve", "--port", "0", "--out", opt.out, "--device", "cpu"]
     server, rows = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
@@ -113,7 +114,7 @@ def cut_off(opt, distances, nets, target, corpus):
         K, sums = net.K, {d: [0, 0.0, 0] for d in distances}           # right, nats, tokens
         net.K = max(distances) if module is moa else K                 # MoA goes on as long as it likes
         for x in texts:
-            for k, (logits, truth, own) in enumerate(module.guesses(net, target, x), 1):
+            for k, (logits, truth, own) in enumerate(module.predictions(net, target, x), 1):
                 if k in sums:
                     logits = own if name == "target" else logits
                     logits, truth = logits[-opt.guessed:], truth[-opt.guessed:]

@@ -55,12 +55,12 @@ class Net(nn.Module):
 class Drafter:
     """Knows where every run of 1 to ngram tokens of the text ended first."""
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
         if shape and shape.parent != chain(len(shape.parent) - 1).parent:
             raise ValueError("prompt_lookup drafts chains: --tree must be best or chain")
         self.net = net
-        self.depth = min(net.K, (len(shape.parent) if shape else capacity) - 1)
-        self.capacity = self.cache_rows = self.depth + 1
+        self.depth = min(net.K, (len(shape.parent) if shape else max_nodes) - 1)
+        self.max_nodes = self.cache_rows = self.depth + 1
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""
@@ -77,7 +77,7 @@ class Drafter:
         """-> a chain of what followed the longest run of tokens that the text ends in, root included."""
         text = self.text + [root]                                      # the root is at len(text) - 1
         room = self.max_len - len(text) - 1                            # a deeper node could never be emitted
-        depth = min(self.depth, (limit or self.capacity) - 1, room)
+        depth = min(self.depth, (limit or self.max_nodes) - 1, room)
         for n in range(min(self.net.cfg.ngram, len(text)), 0, -1):
             end = self.ends.get(tuple(text[-n:]))
             if end is not None and depth > 0:

@@ -106,7 +106,7 @@ def cost(target, skip):
 # Loss
 
 @torch.no_grad()
-def guesses(net, target, x, full=None):
+def predictions(net, target, x, full=None):
     """
     What the drafter says on the text x (B, T) if x[..t] is verified and x[t+1..t+k] are root and drafts, for
     every anchor t at once. Yields for k = 1..K: logits (M, V), the tokens x[t+1+k] (M,) it should have
@@ -147,7 +147,7 @@ def loss(net, target, x, full=None):
     B, T = x.shape
     n, hit, sure, top1 = T - net.K - 1, [], [], []                     # anchors that have all K positions
     assert n > 0, f"{T} tokens are too few for chains of {net.K}"
-    for k, (guess, truth, own) in enumerate(guesses(net, target, x, full), 1):
+    for k, (guess, truth, own) in enumerate(predictions(net, target, x, full), 1):
         q, best = guess.softmax(-1).max(-1)
         cut = lambda row: row.view(B, T - k - 1)[:, :n].flatten()      # (M,)
         hit.append(cut(best == own.argmax(-1)))
@@ -172,12 +172,12 @@ class Drafter:
     fixed.
     """
 
-    def __init__(self, net, target, shape=None, capacity=16, floor=0.0):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
         self.net, self.target, self.floor, self.fixed = net, target, floor, shape is not None
         if shape and shape.parent != chain(len(shape.parent) - 1).parent:
             raise ValueError("self_speculative drafts chains: --tree must be best or chain")
-        self.depth = min(net.K, (len(shape.parent) if shape else capacity) - 1)
-        self.capacity = self.cache_rows = self.depth + 1
+        self.depth = min(net.K, (len(shape.parent) if shape else max_nodes) - 1)
+        self.max_nodes = self.cache_rows = self.depth + 1
         self.skip = net.skip.tolist()
 
     def start(self, target, max_len):
@@ -198,7 +198,7 @@ class Drafter:
         S, tokens, value = self.cache.length, [root], [1.0]            # the root stands at position S
         device = self.target.wte.weight.device
         room = self.max_len - S - 2                                    # a deeper node could never be emitted
-        depth = min(self.depth, (limit or self.capacity) - 1, room)
+        depth = min(self.depth, (limit or self.max_nodes) - 1, room)
         for at in range(S, S + depth):
             idx, pos = torch.tensor([tokens[-1:]], device=device), torch.tensor([at], device=device)
             logits = draft_pass(self.target, self.skip, idx, pos, None, self.cache)[0]               # (1, V)

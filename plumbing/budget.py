@@ -1,5 +1,7 @@
 """
-How many nodes a tree should have: as many as pay on this machine, for this text.
+How many nodes a tree should have: as many as pay on this machine, for this text. The way of the number:
+
+    --nodes -> Drafter(max_nodes) -> draft(limit), each step's: NodeBudget.limit, else max_nodes -> tree.plant
 """
 import time
 
@@ -44,7 +46,7 @@ def calibrate(method, net, target, batches, ranks=32):
     with torch.no_grad():
         for x in batches:
             rows = []
-            for guess, truth, _ in method.guesses(net, target, x):
+            for guess, truth, _ in method.predictions(net, target, x):
                 top = guess.topk(min(ranks, guess.size(-1))).indices                   # (M, ranks)
                 rows.append((top == truth[:, None]).sum(0))
             n = torch.tensor([x.size(0) * max(0, x.size(1) - k - 1) for k in range(1, len(rows) + 1)])
@@ -99,7 +101,7 @@ def forward_seconds(target, most, rounds=7):
     return (fixed, slope) if slope > 0 else (fixed + slope, 0.0)       # only chance makes more nodes cheaper
 
 
-class Budget:
+class NodeBudget:
     """
     The number of nodes that yields the most tokens a second here, for this text,
 
@@ -109,17 +111,18 @@ class Budget:
     Best-first trees of different sizes are nested, so every verified tree says something of a; what it
     starts from, calibration, is worth weight steps.
 
-    prior     a_1, a_2, ... on held-out text, falling
-    capacity  most nodes; one of a few numbers up to that is taken (MKL is slower at some between them)
-    usual     the number for who has no use for a budget
+    prior      a_1, a_2, ... on held-out text, falling
+    max_nodes  of a tree; one of a few numbers up to that is taken (MKL is slower at some between them)
+    usual      nodes for MoA's client, for whom a round trip costs more than any node
     """
     every = 16                                                   # steps between two looks at what was learned
 
-    def __init__(self, prior, capacity, usual=None, weight=16):
-        self.prior, self.weight, self.usual, self.c = np.zeros(capacity - 1), weight, usual or capacity, None
-        self.prior[:len(prior)] = prior[:capacity - 1]
+    def __init__(self, prior, max_nodes, usual=None, weight=16):
+        self.prior, self.weight, self.c = np.zeros(max_nodes - 1), weight, None
+        self.usual = usual or max_nodes
+        self.prior[:len(prior)] = prior[:max_nodes - 1]
         sizes = 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-        self.sizes = np.array([n for n in sizes if n < capacity] + [capacity])
+        self.sizes = np.array([n for n in sizes if n < max_nodes] + [max_nodes])
 
     def start(self, target):
         """Another text: forget the last one. Before the first the target is timed, once for all drafters."""
@@ -144,7 +147,7 @@ class Budget:
     def believed(self):
         """a_1, a_2, ...: calibration, and what this text has shown so far."""
         hits, seen = np.array(self.hits), np.array(self.seen)
-        # to calibration's
+        # how much better or worse than calibration this text is, for each node
         ratio = (self.weight * self.prior + hits + 1e-9) / ((self.weight + seen) * self.prior + 1e-9)
         tried = int((seen > 0).sum())
         # no tree had these: as the last two

@@ -66,9 +66,9 @@ class RemoteText:
         self.tokens = list(prompt)
         self.n_known = 0                                               # tokens whose states have come
         self.is_open = False                                           # has the server tokens[:n_known]?
-        self.n_alone = 0                                               # tokens since the server was lost
+        self.n_offline = 0                                               # tokens since the server was lost
         self.server_back = None                                        # then: an Event, set when it is back
-        budget = getattr(drafter, "budget", None)
+        budget = getattr(drafter, "node_budget", None)
         self.limit = budget.usual if budget else None                  # a round trip costs more than nodes
         self.session = secrets.token_hex(16)
         self.opening = dict(session=self.session, backbone=target.fingerprint, max_len=max_len,
@@ -78,14 +78,14 @@ class RemoteText:
 
 
 class Client:
-    """Decodes with a server's target. alone: was the last step written without it?"""
+    """Decodes with a server's target. offline: was the last step written without it?"""
 
     def __init__(self, opt):
         url = urlsplit(opt.server)
         # reading the port of a URL raises by itself where it is no port
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.port == 0:
             raise ValueError(f"--server must look like http://127.0.0.1:8765, not {opt.server!r}")
-        self.opt, self.url, self.line, self.alone = opt, url, None, False
+        self.opt, self.url, self.line, self.offline = opt, url, None, False
         token = opt.token or os.environ.get("NANOSPEC_TOKEN", "")
         self.headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
 
@@ -205,7 +205,7 @@ class Client:
                 end = next((i + 1 for i, token in enumerate(out) if token in eos), 0)
                 if end:
                     out, stats.stop = out[:end], "eos"
-                if self.alone:
+                if self.offline:
                     part = "rest"
                     stats.offline.append(len(text.tokens) - len(prompt))
                 else:
@@ -228,12 +228,12 @@ class Client:
         left is how many are wanted; more may come.
         """
         while True:
-            self.alone = False
+            self.offline = False
             try:
                 if text.is_open:
                     return self.verify(text, left)
                 lost = text.server_back and not text.server_back.is_set()
-                if lost and text.n_alone < self.opt.offline_limit:
+                if lost and text.n_offline < self.opt.offline_limit:
                     return self.write_alone(text)
                 return self.open(text)
             except Refused as e:
@@ -244,15 +244,15 @@ class Client:
             except Unreachable as e:
                 if not text.n_known or not text.drafter:
                     raise
-                if text.n_alone == self.opt.offline_limit:
-                    raise Unreachable(f"{e}; {text.n_alone} tokens were written without it, "
+                if text.n_offline == self.opt.offline_limit:
+                    raise Unreachable(f"{e}; {text.n_offline} tokens were written without it, "
                                       "--offline-limit allows no more") from None
                 return self.write_alone(text)
 
     def open(self, text):
         """Bring the server to the text -> the token that it puts behind it."""
         # A server that was just seen to be back is asked once: there is a drafter to go on with.
-        patient = text.server_back is None or text.n_alone == self.opt.offline_limit
+        patient = text.server_back is None or text.n_offline == self.opt.offline_limit
         message = text.opening | dict(text=text.tokens, have=text.n_known)
         tries = 1 + self.opt.retries * patient
         answer, states = self.call("/open", message, text.target.wte.weight, tries)
@@ -278,14 +278,14 @@ class Client:
         if text.drafter:
             text.drafter.receive(tokens, states["s"], states["k"], states["v"])
         self.stop_watching(text)
-        text.n_known, text.is_open, text.n_alone = text.n_known + len(tokens), True, 0
+        text.n_known, text.is_open, text.n_offline = text.n_known + len(tokens), True, 0
 
     def write_alone(self, text):
         """-> one token, the drafter's own choice, while the server is away."""
-        self.alone, text.is_open, text.n_alone = True, False, text.n_alone + 1
+        self.offline, text.is_open, text.n_offline = True, False, text.n_offline + 1
         if text.server_back is None or text.server_back.is_set():
             text.server_back = self.watch_for_server()
-        logits = text.drafter.alone(text.tokens[text.n_known:])
+        logits = text.drafter.next_logits(text.tokens[text.n_known:])
         return text.sampler.choose(logits, [len(text.tokens)])
 
     def stop_watching(self, text):

@@ -11,7 +11,7 @@ import torch
 
 from model import arg
 from tree import Sampler, grow
-from plumbing.budget import Budget, accuracy, how_many, most_nodes
+from plumbing.budget import NodeBudget, accuracy, how_many, most_nodes
 from plumbing.checkpoint import (DAMAGED, fingerprint, load, load_model, load_weights, out_folder,
                                  read_config)
 from plumbing.client import keep_last_layers
@@ -145,7 +145,7 @@ def load_drafter(opt, target, method, hint=None, absent=fail, own=None):
     ids, hits, usual = net.ids, net.accuracy, how_many(opt.nodes, target)
     auto = opt.nodes == "auto" and opt.tree == "best" and hits
     auto = auto and opt.accept == "exact"                              # else the text depends on it
-    capacity = 4 * usual if auto and not gpu(str(target.wte.weight.device)) else usual
+    max_nodes = 4 * usual if auto and not gpu(str(target.wte.weight.device)) else usual
     own = opt.own if own is None else own
     foreign = own.keys() - inspect.signature(method.Drafter).parameters.keys()
     if foreign:
@@ -153,12 +153,12 @@ def load_drafter(opt, target, method, hint=None, absent=fail, own=None):
     V = target.cfg.vocab_size if ids is None else len(ids)
     try:
         shape = parse_tree(opt.tree, net.K, V, hits, usual)
-        drafter = method.Drafter(net, target, shape, capacity, opt.floor, **own)
+        drafter = method.Drafter(net, target, shape, max_nodes, opt.floor, **own)
     except ValueError as e:
         fail(str(e))
     if auto:
         hits = hits[:getattr(drafter, "depth", net.K)]
-        drafter.budget = Budget(grow(hits, capacity).value[1:], capacity, usual)
+        drafter.node_budget = NodeBudget(grow(hits, max_nodes).value[1:], max_nodes, usual)
     return drafter
 
 

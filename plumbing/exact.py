@@ -14,7 +14,7 @@ INEXACT = "inexact"                                            # in a table: pla
 
 
 @torch.inference_mode()
-def exact_rows(target):
+def find_exact_rows(target):
     """
     How many rows the target's products and its attention need, so that a row's result does not depend on
     the rows beside it -> Exact; None where no number up to 16 does. Tried on the target's own matrices,
@@ -102,7 +102,7 @@ def make_exact(target, rows, instead=""):
     if instead:
         target.exactness = f"not exact: {instead}"
         return
-    target.exact = exact_rows(target) if w.device.type == "cpu" else one_shape(target, rows)
+    target.exact = find_exact_rows(target) if w.device.type == "cpu" else one_shape(target, rows)
     if not target.exact:
         target.exactness = f"not exact: no number of rows makes {w.dtype} products independent here"
         return

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.nn as nn
 
-from model import DraftHead
+from model import DraftLMHead
 from plumbing.options import fail, first_line
 
 
@@ -80,7 +80,7 @@ def for_decoding(module, compile=False):
         for name, child in m.named_children():
             if isinstance(child, nn.Linear) and PackedLinear.pays(child.weight):
                 setattr(m, name, PackedLinear(child.weight, child.bias))
-        if isinstance(m, DraftHead) and m.lm_rows is not None and PackedLinear.pays(m.lm_rows):
+        if isinstance(m, DraftLMHead) and m.lm_rows is not None and PackedLinear.pays(m.lm_rows):
             m.lm_rows = PackedLinear(m.lm_rows)
     for p in module.parameters():
         if p.dim() == 2 and p.device.type == "cpu":
@@ -143,7 +143,7 @@ def pick_threads(target, wanted=0):
 # --------------------------------------------------------------------------------------------------
 # Training: states that come again
 
-class StateCache:
+class HiddenStateCache:
     """
     Stands in for a frozen target's hidden(x) while drafters are trained: the states (T, C) of every
     sequence are kept, in bfloat16, as long as they fit into room bytes, and a sequence that comes again

@@ -32,7 +32,7 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
         if accuracy is None:
             raise ValueError("--tree sparse needs the drafter's calibration, which its checkpoint lacks")
         falling = [list(itertools.accumulate(row, min)) for row in accuracy]       # small samples may rise
-        return grow(falling, nodes).limit(K, V)
+        return grow(falling, nodes).cut(K, V)
     if text == "chain":
         return chain(min(K, nodes - 1))
     try:
@@ -43,4 +43,4 @@ def parse_tree(text, K, V, accuracy=None, nodes=16):
         raise ValueError(f"--tree must be best, sparse, chain, or widths such as 4,2,1, not {text!r}")
     if len(widths) > K:
         raise ValueError(f"--tree {text} is {len(widths)} deep, but the drafter guesses {K} positions")
-    return cartesian(*widths).limit(K, V)
+    return cartesian(*widths).cut(K, V)

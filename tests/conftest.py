@@ -105,7 +105,7 @@ def one_look_at_the_machine():
     both are most of the time. (test_exact.py has the real ones.)
     """
     import plumbing.exact
-    real, known = plumbing.exact.exact_rows, {}
+    real, known = plumbing.exact.find_exact_rows, {}
 
     def once(target):
         w = target.wte.weight
@@ -117,7 +117,7 @@ def one_look_at_the_machine():
             block.mlp.wide = wish
         return exact
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(plumbing.exact, "exact_rows", once)
+        m.setattr(plumbing.exact, "find_exact_rows", once)
         m.setattr(plumbing.exact, "step_seconds", lambda target, nodes: 1.0)
         yield
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amphista
-from amphista import Config, Drafter, Net, guesses, loss
+from amphista import Config, Drafter, Net, predictions, loss
 from model import GPT, GPTConfig
 from plumbing.budget import calibrate
 from tree import Sampler, Stats, Tree, complete, grow
@@ -108,7 +108,7 @@ def test_untrained_heads_read_lm_head(style, name):
     target = make_target(style)
     net, x = make_net(target, shaken=False, **ABLATIONS[name]), text(target, 2, 12)
     own, _ = target(x)
-    seen = list(guesses(net, target, x))
+    seen = list(predictions(net, target, x))
     assert len(seen) == net.K
     for k, (logits, truth, theirs) in enumerate(seen, 1):
         assert logits.shape == (2 * (12 - k - 1), 23)                  # budget.calibrate counts on this M
@@ -171,11 +171,11 @@ def test_anchors_are_a_subset_while_training():
     """
     target = make_target()
     net, x = make_net(target, anchors=4), text(target, 3, 20)
-    whole = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, x)]
+    whole = [torch.cat((g, t[:, None], o), -1) for g, t, o in predictions(net, target, x)]
     assert [len(w) for w in whole] == [3 * (20 - k - 1) for k in range(1, 5)]
     net.train()
     for _ in range(2):
-        part = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, x)]
+        part = [torch.cat((g, t[:, None], o), -1) for g, t, o in predictions(net, target, x)]
         for k, (few, all_) in enumerate(zip(part, whole), 1):
             assert len(few) == 3 * 4
             match = (few[:, None] - all_).abs().amax(-1) < 1e-9
@@ -183,7 +183,7 @@ def test_anchors_are_a_subset_while_training():
             assert match.any(-1).all() and len(set(at.tolist())) == 12                   # found, each once
             assert (at // (20 - k - 1)).tolist() == [0] * 4 + [1] * 4 + [2] * 4  # four of each sequence
     elsewhere = text(target, 3, 20, seed=1)
-    other = [torch.cat((g, t[:, None], o), -1) for g, t, o in guesses(net, target, elsewhere)]
+    other = [torch.cat((g, t[:, None], o), -1) for g, t, o in predictions(net, target, elsewhere)]
     assert not torch.equal(other[0][:, 23], part[0][:, 23])
 
 
@@ -363,7 +363,7 @@ def test_cached_draft_equals_from_scratch(style, shape, options):
     """
     target, prompt = make_target(style), [3, 1, 4, 1, 5]
     plain, _ = complete(target, prompt, 56, sampler=Sampler(1.0))
-    drafter = Steered(make_net(target, **options), target, shape, capacity=12)
+    drafter = Steered(make_net(target, **options), target, shape, max_nodes=12)
     drafter.truth = prompt + plain
     out, stats = complete(target, prompt, 48, drafter, Spy(1.0))
     assert out == plain[:48]

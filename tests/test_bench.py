@@ -29,7 +29,7 @@ def rival(name, target, shape=None, nodes=16, seed=0):
         net.gamma.fill_(0.3)
     if shape and name in CHAINS:
         shape = chain(max(Tree(shape.parent, shape.parent).depth))
-    return module.Drafter(net, target, shape=shape, capacity=nodes)
+    return module.Drafter(net, target, shape=shape, max_nodes=nodes)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

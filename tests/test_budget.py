@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import medusa
 from conftest import tiny
 from model import GPT, GPTConfig
-from plumbing.budget import Budget, calibrate, forward_seconds
+from plumbing.budget import NodeBudget, calibrate, forward_seconds
 from tree import Sampler, Tree, complete
 
 
@@ -41,7 +41,7 @@ def test_the_budget_finds_the_best_number_of_nodes():
                  (powers[0.8], 1.0)):
         rate = {n: (1 + sum(a[:n - 1])) / (c[n] + d) for n in range(2, 33)}
         for prior in (powers[0.7], powers[0.8], [0.95] * 40):
-            budget, timed = Budget(prior, 32), SimpleNamespace(seconds=(1.0, 0.1))
+            budget, timed = NodeBudget(prior, 32), SimpleNamespace(seconds=(1.0, 0.1))
             budget.start(timed)
             used = simulate(budget, a, c, d)
             assert set(used) <= {2, 3, 4, 6, 8, 12, 16, 24, 32}
@@ -89,9 +89,9 @@ def test_a_budget_changes_no_text():
     """Trees of another size each step: rows for the largest must be there, and the text must stay."""
     shape = dict(n_layer=2, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16, vocab_size=9, block_size=80)
     target = GPT(GPTConfig(**shape)).double().eval()
-    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, capacity=12)
-    budget, target.seconds = Budget([0.5, 0.3, 0.2], 12), (1.0, 0.05)
-    drafter.budget = budget
+    drafter = medusa.Drafter(medusa.Net(medusa.Config(), target).double(), target, max_nodes=12)
+    budget, target.seconds = NodeBudget([0.5, 0.3, 0.2], 12), (1.0, 0.05)
+    drafter.node_budget = budget
     sizes = itertools.cycle([2, 12, 3, 7])
     budget.limit = lambda: next(sizes)
     for T in (0.0, 1.0):
@@ -105,7 +105,7 @@ def test_calibration_counts_by_hand():
     """Catches a calibration divisor that is right for the first head only (Medusa's own script)."""
     class Method:
         @staticmethod
-        def guesses(net, target, x):
+        def predictions(net, target, x):
             for k in (1, 2):
                 truth = x[:, k + 1:].flatten()
                 guess = F.one_hot(truth + (k == 2), 8).float()         # head 2 is always one off

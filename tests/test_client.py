@@ -38,7 +38,7 @@ def test_text_is_plain_decodings(tli, wire, setting):
     target, net, part = make_pair(tli)
     with serving(target, net) as server:
         client = make_client(server.server_port, wire=wire)
-        tokens, stats = remote(client, part, net, 24, SETTINGS[setting], capacity=12)
+        tokens, stats = remote(client, part, net, 24, SETTINGS[setting], max_nodes=12)
     assert tokens == plain(target, 24, SETTINGS[setting])
     assert sum(stats.accepted) == 24 and not stats.offline and stats.calls == len(stats.accepted)
 
@@ -49,8 +49,8 @@ def test_the_client_drafts_what_it_drafts_with_the_target_beside_it(setting):
     for tli, lsa in ((0, True), (2, True), (1, False)):
         target, net, part = make_pair(tli, lsa=lsa)
         with serving(target, net) as server:
-            _, there = remote(make_client(server.server_port), part, net, 24, SETTINGS[setting], capacity=12)
-        drafter, sampler = Drafter(net, target, capacity=12), Sampler(**SETTINGS[setting])
+            _, there = remote(make_client(server.server_port), part, net, 24, SETTINGS[setting], max_nodes=12)
+        drafter, sampler = Drafter(net, target, max_nodes=12), Sampler(**SETTINGS[setting])
         _, here = complete(target, PROMPT, 24, drafter, sampler)
         assert there.accepted == here.accepted and max(here.accepted) > 1
 
@@ -123,7 +123,7 @@ def test_lost_answers_are_asked_for_again(fault, impatient):
         if fault == "late":
             server.faults = [fault, "ok", "ok", fault]
         client = make_client(server.server_port, timeout=0.2, retries=5)
-        tokens, stats = remote(client, part, net, 30, SETTINGS["T = 1"], capacity=8)
+        tokens, stats = remote(client, part, net, 30, SETTINGS["T = 1"], max_nodes=8)
     assert tokens == plain(target, 30, SETTINGS["T = 1"]) and not stats.offline and not server.faults
     assert stats.calls >= len(stats.accepted) + (2 if fault == "late" else 3)
 
@@ -134,7 +134,7 @@ def test_a_restarted_server_goes_on_with_the_text(impatient):
     for setting in ("greedy", "T = 1"):
         server = start(target, net)
         port, got = server.server_port, []
-        drafter, sampler = Drafter(net, part, capacity=8), Sampler(**SETTINGS[setting])
+        drafter, sampler = Drafter(net, part, max_nodes=8), Sampler(**SETTINGS[setting])
         steps = make_client(port).generate(part, PROMPT, 30, drafter, sampler)
         for _ in range(3):
             got += next(steps)
@@ -158,23 +158,23 @@ def test_alone_and_back(tli, setting):
     server = start(target, net)
     port = server.server_port
     client = make_client(port, retries=0, offline_limit=40)
-    steps = client.generate(part, PROMPT, 80, Drafter(net, part, capacity=8), Sampler(**sampling))
+    steps = client.generate(part, PROMPT, 80, Drafter(net, part, max_nodes=8), Sampler(**sampling))
     for outage in (1, 9):
         for _ in range(3):
             out = next(steps)
             tokens += out
-            assert not client.alone
+            assert not client.offline
         stop(server)
         for _ in range(outage):
             alone.append(len(tokens))
             tokens += next(steps)
-            assert client.alone and len(tokens) == alone[-1] + 1
+            assert client.offline and len(tokens) == alone[-1] + 1
         server = start(target, net, port=port)
-        while client.alone:                                            # until the probe has found it
+        while client.offline:                                            # until the probe has found it
             time.sleep(0.05)
             before = len(tokens)
             tokens += next(steps)
-            alone += [before] if client.alone else []
+            alone += [before] if client.offline else []
     rest, stats = finish(steps)
     stop(server)
     tokens += rest
@@ -187,7 +187,7 @@ def test_back_at_a_server_that_still_has_the_session():
     target, net, part = make_pair()
     with serving(target, net) as server:
         client, got, alone = make_client(server.server_port, retries=0), [], []
-        drafter, sampler = Drafter(net, part, capacity=8), Sampler(**SETTINGS["T = 1"])
+        drafter, sampler = Drafter(net, part, max_nodes=8), Sampler(**SETTINGS["T = 1"])
         steps = client.generate(part, PROMPT, 80, drafter, sampler)
         got += next(steps)
         server.faults, server.deaf = ["drop"], True  # the work is done: the server is ahead of the client
@@ -201,7 +201,7 @@ def test_back_at_a_server_that_still_has_the_session():
         time.sleep(0.5)
         down = client.stats.down
         got += next(steps)
-        assert not client.alone and len(server.sessions.by_name) == 1
+        assert not client.offline and len(server.sessions.by_name) == 1
         assert client.stats.down - down < 1200 + 8 * (16 + 16) * 4     # states of eight tokens, not of all
         tokens, stats = finish(steps)
     assert stats.offline == alone
@@ -270,7 +270,7 @@ def test_waiting_for_a_dead_server_does_not_slow_the_text():
         begin = time.perf_counter()
         for _ in range(20):
             next(steps)
-        assert time.perf_counter() - begin < 4 and client.alone        # 20 time-outs would be 10 s
+        assert time.perf_counter() - begin < 4 and client.offline        # 20 time-outs would be 10 s
         steps.close()
 
 
@@ -312,10 +312,10 @@ def test_the_simulated_network_and_the_counts():
 def test_tokens_written_alone_are_dim_on_a_terminal(trained, capsys, monkeypatch):
     """Catches marks in a pipe, and none where somebody looks."""
     class Client:
-        alone = False
+        offline = False
         def generate(self, *args):
             yield [65]
-            self.alone = True
+            self.offline = True
             yield [66]
             return plumbing.client.RemoteStats(accepted=[1], offline=[1])
     _, tokenizer, _ = load_model(os.path.join(trained, "backbone", "model.safetensors"))

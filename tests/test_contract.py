@@ -28,7 +28,7 @@ def test_methods_keep_it(name):
 def broken(**parts):
     """Medusa with other parts."""
     module = types.ModuleType("broken")
-    for part in ("Config", "Net", "guesses", "loss", "Drafter", "train"):
+    for part in ("Config", "Net", "predictions", "loss", "Drafter", "train"):
         setattr(module, part, parts[part] if part in parts else getattr(medusa, part))
     for part, value in parts.items():
         if value is None:
@@ -54,16 +54,16 @@ class Uncounted(medusa.Net):
 
 
 def fewer(net, target, x):
-    yield from list(medusa.guesses(net, target, x))[1:]
+    yield from list(medusa.predictions(net, target, x))[1:]
 
 
 def random_anchors(net, target, x):
-    for logits, truth, p in medusa.guesses(net, target, x):
+    for logits, truth, p in medusa.predictions(net, target, x):
         yield logits[::2], truth[::2], p[::2]
 
 
 def shifted(net, target, x):
-    for logits, truth, p in medusa.guesses(net, target, x):
+    for logits, truth, p in medusa.predictions(net, target, x):
         yield logits, truth.roll(1), p
 
 
@@ -107,6 +107,28 @@ class NoCapacity(medusa.Drafter):
         super().__init__(net, target)
 
 
+class Valueless(medusa.Drafter):
+    def draft(self, root, sampler, limit=None):
+        tree = super().draft(root, sampler, limit)
+        return Tree(tree.tokens, tree.parent)
+
+
+class Shapeless(medusa.Drafter):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
+        super().__init__(net, target, None, max_nodes, floor)
+
+
+class Floorless(medusa.Drafter):
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
+        super().__init__(net, target, shape, max_nodes)
+
+
+class Keeper(medusa.Net):
+    def __init__(self, cfg, target, vocab=None):
+        super().__init__(cfg, target, vocab)
+        self.target = target
+
+
 def forgetful(cfg, target, run):
     sync, run.sync = run.sync, lambda net, loss: None
     net = medusa.train(cfg, target, run)
@@ -123,19 +145,23 @@ def blind(cfg, target, run):
 
 BREACHES = {
     "no Drafter": (dict(Drafter=None), "has no Drafter"),
-    "no guesses": (dict(guesses=None), "has no guesses"),
+    "no predictions": (dict(predictions=None), "has no predictions"),
     "Config is a class": (dict(Config=type("Config", (), {})), "no dataclass"),
     "no length": (dict(Config=Config), "min_tokens"),
-    "no K": (dict(Net=Uncounted), "no K"), "no head for a vocabulary": (dict(Net=Headless), "DraftHead"),
-    "too few positions": (dict(guesses=fewer), "guesses yields 3 times"),
-    "anchors drawn in evaluation": (dict(guesses=random_anchors), "B (T - k - 1) rows"),
-    "other tokens": (dict(guesses=shifted), "other tokens"),
+    "no K": (dict(Net=Uncounted), "no K"), "no head for a vocabulary": (dict(Net=Headless), "DraftLMHead"),
+    "too few positions": (dict(predictions=fewer), "predictions yields 3 times"),
+    "anchors drawn in evaluation": (dict(predictions=random_anchors), "B (T - k - 1) rows"),
+    "other tokens": (dict(predictions=shifted), "other tokens"),
     "an option of nobody": (dict(OPTIONS={"height": "of the tree"}), "OPTIONS names height"),
     "other arguments": (dict(Drafter=NoCapacity), "cannot be made"),
     "too few rows": (dict(Drafter=Small), "cache_rows is smaller"),
     "the limit ignored": (dict(Drafter=Deaf), "where the limit is"),
     "another root": (dict(Drafter=Rootless), "no Tree of root"),
     "one argument": (dict(Drafter=OneArgument), "root, sampler and limit"),
+    "no values": (dict(Drafter=Valueless), "the value of every node"),
+    "a shape ignored": (dict(Drafter=Shapeless), "does not follow shape"),
+    "a floor ignored": (dict(Drafter=Floorless), "not above floor"),
+    "the target kept": (dict(Net=Keeper), "Net keeps the target"),
     "writes to the target's cache": (dict(Drafter=Greedy), "changes the target's text"),
     "no sync": (dict(train=forgetful), "run.sync"), "one top-1 for all": (dict(train=blind), "top-1 (K,)"),
     "nothing returned": (dict(train=lambda *args: medusa.train(*args) and None), "returns the Net"),

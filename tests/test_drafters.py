@@ -8,7 +8,7 @@ import torch
 import sample
 import train
 from conftest import tiny
-from model import DraftHead
+from model import DraftLMHead
 from plumbing.budget import accuracy
 from plumbing.checkpoint import load, load_model, save
 from plumbing.drafters import load_drafter
@@ -100,7 +100,7 @@ def test_loss_in_a_draft_vocabulary(kind):
     x = torch.randint(V, (2, 20), generator=torch.Generator().manual_seed(1))
     whole.eval(), net.eval()
     outside = 0
-    pairs = zip(method.guesses(whole, target, x), method.guesses(net, target, x), strict=True)
+    pairs = zip(method.predictions(whole, target, x), method.predictions(net, target, x), strict=True)
     for (a, truth, own), (b, place, q) in pairs:
         torch.testing.assert_close(b, a[:, keep])
         p = own.softmax(-1)[:, keep]
@@ -108,7 +108,7 @@ def test_loss_in_a_draft_vocabulary(kind):
         for t, at in zip(truth.tolist(), place.tolist()):
             assert at == (keep.tolist().index(t) if t in keep else -100)
             outside += at == -100
-        wide = net.head.all_tokens(b)
+        wide = net.head.full_vocab(b)
         assert torch.equal(wide[:, keep], b) and (wide.isinf().sum(-1) == V - len(keep)).all()
     assert outside
     total, top1 = method.loss(net, target, x)
@@ -128,7 +128,7 @@ def test_hard_labels_outside_are_ignored(kind):
     assert method.loss(net, target, x)[0] == 0
     x[0, 6] = 3
     want = sum(method.Config().decay**k * -(g.log_softmax(-1)[truth >= 0, 1].sum() / len(truth))
-               for k, (g, truth, _) in enumerate(method.guesses(net, target, x), 1))
+               for k, (g, truth, _) in enumerate(method.predictions(net, target, x), 1))
     torch.testing.assert_close(method.loss(net, target, x)[0], want)
 
 
@@ -138,7 +138,7 @@ def test_text_and_drafts_in_a_draft_vocabulary(kind, temperature):
     """Catches ids that are not mapped back (the text stays right, drafts never are), others in drafts."""
     method, target, keep = train.METHODS[kind], tiny(), torch.tensor([1, 3, 4, 8, 9, 15, 17, 18, 20, 22])
     torch.manual_seed(0)
-    drafter = method.Drafter(method.Net(method.Config(), target, keep).double(), target, capacity=12)
+    drafter = method.Drafter(method.Net(method.Config(), target, keep).double(), target, max_nodes=12)
     real, drafted = drafter.draft, set()
 
     def watched(*args):
@@ -156,9 +156,9 @@ def test_text_and_drafts_in_a_draft_vocabulary(kind, temperature):
 def test_rows_and_ids_of_a_draft_vocabulary_belong_together():
     """Catches a map back that is not the inverse of the cut."""
     target, keep = tiny(), torch.tensor([1, 3, 4, 8, 9, 15, 17, 18, 20, 22])
-    head = DraftHead(target, keep)
+    head = DraftLMHead(target, keep)
     z = torch.randn(50, 16, dtype=torch.float64)
     full = target.lm_head(z)
     best = full[:, keep].argmax(-1)
     few = head(z, target)
-    assert torch.equal(head.all_tokens(few).argmax(-1), keep[best]) and torch.equal(few.argmax(-1), best)
+    assert torch.equal(head.full_vocab(few).argmax(-1), keep[best]) and torch.equal(few.argmax(-1), best)

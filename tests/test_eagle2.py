@@ -39,7 +39,7 @@ def features(net, target, text, path, true=None):
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_eagle_guesses(style):
+def test_eagle_predictions(style):
     """
     A true feature where only a guess is known, a shifted token, the row of another anchor, a wrong
     position.
@@ -47,7 +47,7 @@ def test_eagle_guesses(style):
     target = make_target(style)
     net, x = eagle(target, depth=3), random_text(target, 2, 7)
     own, seen = target(x)[0], []
-    for k, (logits, truth, real) in enumerate(eagle2.guesses(net, target, x), 1):
+    for k, (logits, truth, real) in enumerate(eagle2.predictions(net, target, x), 1):
         anchors = [(b, t) for b in range(2) for t in range(7 - k - 1)]
         assert truth.tolist() == [x[b, t + 1 + k].item() for b, t in anchors]
         torch.testing.assert_close(real, torch.stack([own[b, t + k] for b, t in anchors]))
@@ -56,7 +56,7 @@ def test_eagle_guesses(style):
             torch.testing.assert_close(row, target.lm_head(last))
         seen.append(len(truth))
     assert seen == [10, 8, 6]
-    short = eagle2.guesses(eagle(target, depth=5), target, random_text(target, 2, 4))
+    short = eagle2.predictions(eagle(target, depth=5), target, random_text(target, 2, 4))
     assert [len(truth) for _, truth, _ in short] == [4, 2, 0, 0, 0]
 
 
@@ -131,7 +131,7 @@ def test_eagle_cached_drafts(style):
     net, prompt, sampler = eagle(target), [1, 2, 3], Sampler(0.7, seed=3)
     plain, _ = complete(target, prompt, 17, sampler=sampler)
     for shape in (None, cartesian(2, 2, 1)):
-        drafter = Watch(net, target, shape, capacity=9, breadth=3)
+        drafter = Watch(net, target, shape, max_nodes=9, breadth=3)
         drafter.force = plain, len(prompt)
         text, stats = complete(target, prompt, 17, drafter, sampler)
         assert text == plain and set(stats.accepted[1:-1]) == {1, 2, 3, 4, 5}
@@ -155,7 +155,7 @@ def test_eagle_dynamic_tree(depth, breadth, nodes):
     """
     target, sampler = make_target(), Sampler(0.8, seed=2)
     net = eagle(target)
-    drafter = Watch(net, target, capacity=nodes, depth=depth, breadth=breadth)
+    drafter = Watch(net, target, max_nodes=nodes, depth=depth, breadth=breadth)
     complete(target, [1, 2, 3], 9, drafter, sampler)
     with torch.no_grad():
         for text, tree in drafter.seen[:2]:

@@ -11,7 +11,7 @@ import plumbing.exact
 import plumbing.fast
 from conftest import tiny
 from model import PAGE, Exact
-from plumbing.exact import exact_rows, fewest, inexact, make_exact
+from plumbing.exact import find_exact_rows, fewest, inexact, make_exact
 from plumbing.fast import for_decoding, pick_threads
 from plumbing.options import pick_dtype
 from train import METHODS
@@ -33,7 +33,7 @@ FAMILIES = {
 def exact_target(dtype=torch.bfloat16, **shape):
     """A tiny random target, ready to decode exactly."""
     target = for_decoding(tiny(dtype=dtype, **{"block_size": 2 * PAGE, **shape}))
-    target.exact = exact_rows(target)
+    target.exact = find_exact_rows(target)
     assert target.exact is not None
     return target
 
@@ -111,7 +111,7 @@ def test_the_check_can_fail():
         assert differences(target, 40)[0]
     wide = exact_target(torch.float32, n_embd=64, n_ffn=160)
     wide.exact = Exact(1, wide.exact.attention)                        # a row that is not filled up
-    assert wide.exact.product == exact_rows(wide).product or differences(wide, 40)[0]
+    assert wide.exact.product == find_exact_rows(wide).product or differences(wide, 40)[0]
 
 
 def test_sums_in_the_cheap_dtype_are_noticed(monkeypatch):
@@ -181,10 +181,10 @@ def test_what_holds_is_said(monkeypatch):
     assert target.exact is None and target.exactness == "not exact: --no-exact"
     make_exact(target, 8, "--compile")
     assert target.exact is None and "--compile" in target.exactness
-    monkeypatch.setattr(plumbing.exact, "exact_rows", lambda target: None)
+    monkeypatch.setattr(plumbing.exact, "find_exact_rows", lambda target: None)
     make_exact(target, 8)
     assert target.exact is None and "no number of rows" in target.exactness
-    monkeypatch.setattr(plumbing.exact, "exact_rows", lambda target: Exact(4, 4))
+    monkeypatch.setattr(plumbing.exact, "find_exact_rows", lambda target: Exact(4, 4))
     monkeypatch.setattr(plumbing.exact, "step_seconds", lambda target, nodes: {1: 1.0, 4: 1.8}[nodes])
     make_exact(target, 8)
     assert target.exact == Exact(4, 4), "in bfloat16 it is worth it"

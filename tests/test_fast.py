@@ -36,7 +36,7 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
         for name, p in target.named_parameters():
             torch.nn.init.normal_(p, std=0.05) if name.endswith("bias") else None
         x, state = ids(23, 1, 20), {k: v.clone() for k, v in target.state_dict().items()}
-        head = M.DraftHead(target, torch.arange(0, C + 7, 1 + (C < 384)))
+        head = M.DraftLMHead(target, torch.arange(0, C + 7, 1 + (C < 384)))
         with torch.no_grad():
             before, drafts = target(x)[0], head(target.hidden(x), target)
         after = for_decoding(target)(x)[0]
@@ -66,7 +66,7 @@ def test_remembered_states_are_the_targets():
     hidden, forwards = target.hidden, []
     target.hidden = lambda x, *a, **o: forwards.append(len(x)) or hidden(x, *a, **o)
     for room, kept, expected in ((1e9, 5, 5), (3.5 * 12 * 16 * 2, 3, 3 + 8), (0, 0, 21)):
-        forwards, memory = [], plumbing.fast.StateCache(target, room)
+        forwards, memory = [], plumbing.fast.HiddenStateCache(target, room)
         orders = [[4, 2], [0, 0, 4], [1, 3], *[[i] for i in range(5)], [3, 1, 0, 2, 4], [2, 0, 1], [4, 3]]
         for order in orders:
             x = texts[order]

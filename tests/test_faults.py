@@ -610,7 +610,7 @@ def drafters(target):
                                   ("groups", train.METHODS["hidden_transfer"], dict(groups=3))]:
         torch.manual_seed(0)
         net = module.Net(module.Config(), target).to(target.wte.weight)
-        yield name, module.Drafter(net, target, capacity=8, **options)
+        yield name, module.Drafter(net, target, max_nodes=8, **options)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -float("inf"), 1e30], ids=str)

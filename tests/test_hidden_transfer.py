@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import hidden_transfer
 import train
-from hidden_transfer import Config, Drafter, Net, by_layer, guesses, loss
+from hidden_transfer import Config, Drafter, Net, by_layer, predictions, loss
 from conftest import read
 from model import GPT, GPTConfig
 from tree import Sampler, Tree, complete, grow, tree_mask
@@ -128,7 +128,7 @@ class Checked(Drafter):
 
     def draft(self, root, sampler, limit=None):
         super().draft(root, sampler, limit)
-        rng, N, V = self.rng, self.rng.randint(1, self.capacity), self.target.cfg.vocab_size
+        rng, N, V = self.rng, self.rng.randint(1, self.max_nodes), self.target.cfg.vocab_size
         known = self.known[self.n:] + [0] * N                          # the root and what follows it
         tokens, parent, value, right = [root], [-1], [1.0], [True]
         for i in range(1, N):
@@ -183,7 +183,7 @@ def test_start():
     h = torch.randn(1, 5, 16, dtype=torch.float64)
     x = target.run(h, torch.arange(5), None, None, 3, 4)  # one map, identity: the anchor, once more
     net = make_net(target, shaken=False, n_heads=1)
-    states = net(target, h[:, :0], lambda l, x: h[:, 4:], *net.layout(
+    states = net(target, h[:, :0], lambda l, x: h[:, 4:], *net.positions_and_mask(
         target, [4], torch.ones(1, 5, dtype=torch.bool).numpy()), FullCache(target, h))
     (_, joined), (_, y) = states.items()
     assert torch.equal(joined, h[:, 4:]) and y.shape == (1, 1, 16) and not torch.allclose(y, x[:, 4:])
@@ -231,7 +231,7 @@ def test_parallel_pass(name, style):
     target = make_target(style)
     net = make_net(target, **OPTIONS[name])
     x = text(target, 2, 9)
-    own, sets = target(x)[0], list(guesses(net, target, x))
+    own, sets = target(x)[0], list(predictions(net, target, x))
     assert len(sets) == net.K
     for k, (logits, truth, theirs) in enumerate(sets, 1):
         n = 9 - k - 1
@@ -267,7 +267,7 @@ def test_chunks_and_end_of_context():
     target = make_target(block_size=72)
     net = make_net(target)
     x = text(target, 1, 72)
-    sets = list(guesses(net, target, x))
+    sets = list(predictions(net, target, x))
     assert [len(s[0]) for s in sets] == [70, 69, 68, 67]
     for t in (0, 63, 64, 66):
         expected = by_hand(net, target, x[0, :t + 1].tolist())
@@ -283,12 +283,12 @@ def test_random_anchors():
     target = make_target()
     net = make_net(target, anchors=20)
     x = text(target, 3, 30)
-    everything = [[t.view(3, -1, *t.shape[1:]) for t in s] for s in guesses(net, target, x)]
+    everything = [[t.view(3, -1, *t.shape[1:]) for t in s] for s in predictions(net, target, x)]
     net.train()
     torch.manual_seed(0)
     draws = []
     for _ in range(2):
-        sets, rows = list(guesses(net, target, x)), []
+        sets, rows = list(predictions(net, target, x)), []
         for (logits, truth, own), (all_logits, all_truth, all_own) in zip(sets, everything):
             logits = logits.view(3, 20, -1)
             rows.append([(all_logits[0] - logits[0, i]).abs().amax(-1).argmin().item() for i in range(20)])
@@ -299,9 +299,9 @@ def test_random_anchors():
         draws.append(rows[0])
     assert draws[0] != draws[1]
     net.cfg.anchors = 0                                                # all of them, also those near the end
-    assert [len(s[0]) for s in guesses(net, target, x)] == [84, 81, 78, 75]
+    assert [len(s[0]) for s in predictions(net, target, x)] == [84, 81, 78, 75]
     with pytest.raises(AssertionError, match="too few"):
-        next(guesses(net, target, x[:, :5]))
+        next(predictions(net, target, x[:, :5]))
 
 
 @pytest.mark.parametrize("options", [{}, dict(kl="reverse"), dict(hard=1.0), dict(hard=0.3, decay=0.5),
@@ -371,7 +371,7 @@ def test_learns(kl):
     x = text(target, 2, 12)
     floor = 0.0
     if kl == "forward":  # the loss includes the target's own entropy
-        for k, (_, _, own) in enumerate(guesses(make_net(target).float(), target, x), 1):
+        for k, (_, _, own) in enumerate(predictions(make_net(target).float(), target, x), 1):
             p = own.log_softmax(-1)
             floor += 0.8**k * -(p.exp() * p).sum(-1).mean().item()
     run = Bench(x, 80)
@@ -399,7 +399,7 @@ def test_every_step(style, name, groups, valued):
     net, prompt = make_net(target, **OPTIONS[name]), [5, 1, 7]
     plain, _ = complete(target, prompt, 29, sampler=Sampler(1.0))
     assert len(set(plain)) > 8
-    drafter = Checked(net, target, capacity=9, groups=groups, plain=plain, prompt=prompt, valued=valued)
+    drafter = Checked(net, target, max_nodes=9, groups=groups, plain=plain, prompt=prompt, valued=valued)
     tokens, stats = complete(target, prompt, 29, drafter, Sampler(1.0))         # to the end of the context
     assert tokens == plain and stats.stop == "budget"
     assert len(set(drafter.lengths[1:])) >= 3, "this test is about accepted paths of several lengths"
@@ -415,7 +415,7 @@ def test_own_trees(shape, groups):
     Rows must suffice for them.
     """
     target = make_target(seed=2, block_size=32)
-    drafter = Drafter(make_net(target, shaken=False), target, shape, capacity=8, groups=groups)
+    drafter = Drafter(make_net(target, shaken=False), target, shape, max_nodes=8, groups=groups)
     prompt = [3, 9]
     plain, _ = complete(target, prompt, 30)
     seen, sampler = [], Sampler()
@@ -436,21 +436,21 @@ def test_own_trees(shape, groups):
 def test_likely_ends():
     """Groups at the wrong nodes cost time and nothing else, so only a look at the choice itself can tell."""
     target = make_target()
-    drafter = Drafter(make_net(target), target, capacity=8, groups=2)
+    drafter = Drafter(make_net(target), target, max_nodes=8, groups=2)
     #         0 -> 1 (.6) -> 3 (.5), and 0 -> 2 (.1): ends with .3, .1, .1, .5
     tree = Tree([1, 2, 3, 4], [-1, 0, 0, 1], [1.0, 0.6, 0.1, 0.5])
     assert drafter.likely_ends(tree)[:2] == [3, 0]
     assert drafter.likely_ends(Tree([1, 2, 3, 4], [-1, 0, 1, 0])) == [0, 1, 3, 2], "shallow first"
-    assert Drafter(make_net(target), target, capacity=8, groups=99).cache_rows == 8 + 8 * 4
+    assert Drafter(make_net(target), target, max_nodes=8, groups=99).cache_rows == 8 + 8 * 4
     assert Drafter(make_net(target), target, chain(2), groups=2).cache_rows == 3 + 2 * 4
-    alone = Drafter(make_net(target), target, capacity=8, groups=0)
+    alone = Drafter(make_net(target), target, max_nodes=8, groups=0)
     assert alone.cache_rows == 8 + 4, "the extra pass needs room too"
 
 
 def test_as_many_groups_as_cost_least():
     """Groups by a rule of thumb: too many where a row is dear, none where only a forward is."""
     target = make_target()
-    drafter = Drafter(make_net(target), target, capacity=8)
+    drafter = Drafter(make_net(target), target, max_nodes=8)
     assert drafter.n_groups() == 0, "nothing was measured"
     for seconds, groups in (((1.0, 0.0), 4), ((1.0, 1.0), 0), ((1.0, 0.03), 2)):
         target.seconds = seconds
@@ -458,9 +458,9 @@ def test_as_many_groups_as_cost_least():
         K, (fixed, row) = 4, seconds
         cost = [g * K * row + (1 - sum([6, 3, 1, 0][:g]) / 10) * (fixed + K * row) for g in range(5)]
         assert drafter.n_groups() == groups == (cost.index(min(cost)) or groups) if row else 4
-    assert Drafter(make_net(target), target, capacity=1).groups == 1
+    assert Drafter(make_net(target), target, max_nodes=1).groups == 1
     target.seconds = (1.0, 0.0)
-    drafter, plain = Drafter(make_net(target), target, capacity=8), complete(target, [1, 2], 20)[0]
+    drafter, plain = Drafter(make_net(target), target, max_nodes=8), complete(target, [1, 2], 20)[0]
     before = drafter.ended.sum()
     text, stats = complete(target, [1, 2], 20, drafter)
     assert text == plain and drafter.ended.sum() == before + stats.steps - 1, "it learns where paths end"
@@ -475,7 +475,7 @@ def test_rows_in_each_block(name, groups):
     """
     target = make_target()
     net = make_net(target, **OPTIONS[name])
-    drafter, cache = Drafter(net, target, capacity=8, groups=groups), target.new_cache(60)
+    drafter, cache = Drafter(net, target, max_nodes=8, groups=groups), target.new_cache(60)
     drafter.start(target, 40)
     rows = []
     for l, block in enumerate(target.blocks):
@@ -522,7 +522,7 @@ def test_same_text(style, sampling):
         for i, net in enumerate(nets):
             for groups in (0, 3, 99):
                 shape = (None, chain(4), cartesian(2, 2))[(i + groups) % 3]
-                drafter = Drafter(net, target, shape, capacity=8, groups=groups)
+                drafter = Drafter(net, target, shape, max_nodes=8, groups=groups)
                 tokens, stats = complete(target, prompt, 99, drafter, Sampler(**sampling))
                 assert tokens == plain and stats.stop == "context" and sum(stats.accepted) == len(plain)
 
@@ -536,7 +536,7 @@ def test_eos(groups):
     target = make_target()
     net, prompt = make_net(target), [5, 1, 7]
     plain, _ = complete(target, prompt, 40, sampler=Sampler(1.0))
-    used = Checked(net, target, capacity=9, groups=groups, plain=plain, prompt=prompt)
+    used = Checked(net, target, max_nodes=9, groups=groups, plain=plain, prompt=prompt)
     for eos in sorted(set(plain))[::5]:
         used.committed, used.rng = [], random.Random(eos)
         tokens, stats = complete(target, prompt, 40, used, Sampler(1.0), eos={eos})
@@ -549,9 +549,9 @@ def test_used_again(groups):
     """A drafter that carries anything over from its last text drafts other trees than a fresh one."""
     target = make_target()
     net = make_net(target, shaken=False)
-    used = Drafter(net, target, capacity=8, groups=groups)
+    used = Drafter(net, target, max_nodes=8, groups=groups)
     complete(target, text(target, 1, 20, seed=5)[0].tolist(), 20, used)
-    fresh = Drafter(net, target, capacity=8, groups=groups)
+    fresh = Drafter(net, target, max_nodes=8, groups=groups)
     for temperature in (0.0, 1.0):
         a = complete(target, [2, 4, 6], 40, used, Sampler(temperature))
         b = complete(target, [2, 4, 6], 40, fresh, Sampler(temperature))

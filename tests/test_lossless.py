@@ -40,7 +40,7 @@ SHAPES = {
 # --------------------------------------------------------------------------------------------------
 # Drafters
 
-def method_drafter(name, target, shape=None, capacity=16, seed=0, config={}, ids=None, **drafting):
+def method_drafter(name, target, shape=None, max_nodes=16, seed=0, config={}, ids=None, **drafting):
     """
     An untrained drafter: as it starts (seed 0), or with all its parameters random.
     ids: of a draft vocabulary.
@@ -50,8 +50,8 @@ def method_drafter(name, target, shape=None, capacity=16, seed=0, config={}, ids
     net = method.Net(method.Config(**config), target, ids).to(target.wte.weight.dtype)
     for p in net.parameters() if seed else ():
         p.data.add_(0.2 * torch.randn_like(p))
-    shape = shape and shape.limit(net.K, target.cfg.vocab_size if ids is None else len(ids))
-    return method.Drafter(net, target, shape=shape, capacity=capacity, **drafting)
+    shape = shape and shape.cut(net.K, target.cfg.vocab_size if ids is None else len(ids))
+    return method.Drafter(net, target, shape=shape, max_nodes=max_nodes, **drafting)
 
 
 class Artificial:
@@ -378,13 +378,13 @@ def test_drafts_do_not_depend_on_how_the_text_came_about(method, sampling):
     prompt, new, sampling = [3, 1, 4], 24, SAMPLING[sampling]
     for style in ("llama", "gpt2"):
         target, truth = lively(prompt, new, sampling, style=style, n_layer=4)
-        inner = method_drafter(method, target, capacity=10, seed=1)
+        inner = method_drafter(method, target, max_nodes=10, seed=1)
         guided = Guided(inner, Artificial(prompt + truth, 23, seed=2))
         stats = check(target, prompt, new, guided, sampling, truth=truth)
         assert max(stats.accepted) >= 4 and len(guided.drafts) > 4
         for n, draft in guided.drafts.items():
             seen = len(truth) - (n - len(prompt))  # a new drafter, given the same text as a prompt
-            inner = method_drafter(method, target, capacity=10, seed=1)
+            inner = method_drafter(method, target, max_nodes=10, seed=1)
             fresh = Guided(inner, Artificial(prompt + truth, 23))
             run = generate(target, (prompt + truth)[:n], seen, fresh, Sampler(**sampling))
             next(run), next(run)

@@ -18,7 +18,7 @@ import medusa
 import sample
 import train
 from conftest import tiny
-from medusa import Config, Drafter, Joint, Net, Typical, guesses, joint_loss, loss, walk_typical
+from medusa import Config, Drafter, Joint, Net, Typical, predictions, joint_loss, loss, walk_typical
 from model import GPT, GPTConfig
 from safetensors.torch import load_file
 from plumbing.checkpoint import fingerprint, load, load_model
@@ -163,11 +163,11 @@ def test_that_the_sum_can_differ(fault, monkeypatch):
     target = tiny(seed=3)
     net, x = make_net(target, soft=0.5), text(target, 2, 7)
     want, _ = loss_by_hand(net, target, x)
-    real = guesses
+    real = predictions
     if fault == "label":
-        monkeypatch.setattr(medusa, "guesses", lambda *a: ((g, t.roll(1), o) for g, t, o in real(*a)))
+        monkeypatch.setattr(medusa, "predictions", lambda *a: ((g, t.roll(1), o) for g, t, o in real(*a)))
     if fault == "soft":
-        monkeypatch.setattr(medusa, "guesses", lambda *a: ((g, t, o.roll(1, 0)) for g, t, o in real(*a)))
+        monkeypatch.setattr(medusa, "predictions", lambda *a: ((g, t, o.roll(1, 0)) for g, t, o in real(*a)))
     scale = 1 / net.cfg.decay if fault == "decay" else 1
     assert abs(loss(net, target, x)[0].item() * scale - want.item()) > 1e-3
 
@@ -176,7 +176,7 @@ def test_text_too_short_for_the_last_heads():
     """Heads without a single label: their mean over nothing is NaN and poisons the sum, or an index error."""
     target = tiny()
     net, x = make_net(target), text(target, 2, 5)
-    shapes = [(len(g), len(t), len(o)) for g, t, o in guesses(net, target, x)]
+    shapes = [(len(g), len(t), len(o)) for g, t, o in predictions(net, target, x)]
     assert shapes == [(6, 6, 6), (4, 4, 4), (2, 2, 2), (0, 0, 0)]      # head 4 needs 6 tokens
 
 
@@ -187,11 +187,11 @@ def test_random_anchors_are_real_anchors():
     """
     target = tiny(seed=4)
     net, x = make_net(target, anchors=5), text(target, 3, 30)
-    every = [[part.view(3, -1, *part.shape[1:]) for part in parts] for parts in guesses(net, target, x)]
+    every = [[part.view(3, -1, *part.shape[1:]) for part in parts] for parts in predictions(net, target, x)]
     net.train()
     drawn = []
     for _ in range(3):
-        for k, (g, t, o) in enumerate(guesses(net, target, x), 1):
+        for k, (g, t, o) in enumerate(predictions(net, target, x), 1):
             assert len(g) == len(t) == len(o) == 3 * 5
             for i in range(15):
                 logits, labels, own = (part[i // 5] for part in every[k - 1])
@@ -202,7 +202,7 @@ def test_random_anchors_are_real_anchors():
                 drawn.append(same[0])
     assert len(set(drawn)) > 15 and min(drawn) < 5 and max(drawn) > 20
     net.cfg.anchors = 0
-    assert [len(g) for g, _, _ in guesses(net, target, x)] == [3 * (29 - k) for k in range(1, 5)]
+    assert [len(g) for g, _, _ in predictions(net, target, x)] == [3 * (29 - k) for k in range(1, 5)]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -224,7 +224,7 @@ def test_a_head_knows_nothing_of_later_tokens():
     net, x = make_net(target), text(target, 1, 20)
     y = x.clone()
     y[0, 10:] = (y[0, 10:] + 1) % 23
-    for (a, _, _), (b, _, _) in zip(guesses(net, target, x), guesses(net, target, y)):
+    for (a, _, _), (b, _, _) in zip(predictions(net, target, x), predictions(net, target, y)):
         assert torch.allclose(a[:10], b[:10], atol=1e-12)
         assert not torch.allclose(a[10:], b[10:], atol=1e-3)
 
@@ -271,7 +271,7 @@ def test_loss_halves_on_one_batch(options):
     assert len(run.seen) == 60
     floor = 0.0
     if cfg.soft:  # cross-entropy cannot fall below the target's entropy
-        for k, (_, _, own) in enumerate(guesses(net, target, x), 1):
+        for k, (_, _, own) in enumerate(predictions(net, target, x), 1):
             p = own.softmax(-1)
             floor += cfg.decay**k * -(p * p.clamp(min=1e-30).log()).sum(-1).mean().item()
     assert run.seen[-1] - floor < 0.5 * (run.seen[0] - floor)
@@ -632,7 +632,7 @@ def test_trees_of_a_draft():
     target = tiny(seed=7)
     for shape, nodes in ((None, 1), (None, 9), (chain(3), 16), (cartesian(4, 3), 16),
                          (grow([[0.5, 0.4], [0.3]], 4), 16)):
-        drafter = Drafter(make_net(target), target, shape=shape, capacity=nodes)
+        drafter = Drafter(make_net(target), target, shape=shape, max_nodes=nodes)
         drafter.start(target, 40)
         drafter.observe([1, 2, 3], target.hidden(torch.tensor([[1, 2, 3]]))[0], None)
         tree = drafter.draft(17, Sampler())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import moa
 from conftest import Watching, tiny
 from model import GPT, GPTConfig, rotate
-from moa import Config, Drafter, Net, guesses, loss
+from moa import Config, Drafter, Net, predictions, loss
 from plumbing.budget import calibrate
 from tree import Sampler, Tree, complete, grow
 from plumbing.shapes import cartesian, chain
@@ -232,8 +232,8 @@ def test_untrained_is_identity():
     for style in ("llama", "gpt2"):
         target = make_target(style)
         net, x = make_net(target, shaken=False, tli=3), random_text(target, 2, 12)
-        assert len(list(guesses(net, target, x))) == net.K
-        for logits, _, own in guesses(net, target, x):
+        assert len(list(predictions(net, target, x))) == net.K
+        for logits, _, own in predictions(net, target, x):
             torch.testing.assert_close(logits, own)
 
 
@@ -242,7 +242,7 @@ def test_untrained_is_identity():
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 @pytest.mark.parametrize("options", [dict(tli=0), dict(tli=1), dict(tli=3), dict(tli=0, lsa=False)])
-def test_guesses(style, options):
+def test_predictions(style, options):
     """
     An anchor that sees one state too many or too few,
     drafts of another anchor in TLI's keys, a shifted truth.
@@ -251,7 +251,7 @@ def test_guesses(style, options):
     net, x = make_net(target, depth=3, **options), random_text(target, 2, 7)
     own = target(x)[0]
     s = [states(net, target, row) for row in x]
-    for k, (logits, truth, real) in enumerate(guesses(net, target, x), 1):
+    for k, (logits, truth, real) in enumerate(predictions(net, target, x), 1):
         anchors = [(b, t) for b in range(2) for t in range(7 - k - 1)]
         assert truth.tolist() == [x[b, t + 1 + k].item() for b, t in anchors]
         torch.testing.assert_close(real, torch.stack([own[b, t + k] for b, t in anchors]))
@@ -261,10 +261,11 @@ def test_guesses(style, options):
 
 
 def test_guesses_short():
-    """A text too short for the last draft positions, and the counts that train.py takes from guesses."""
+    """A text too short for the last draft positions, and the counts that train.py takes from predictions."""
     target = make_target()
     net = make_net(target, depth=5)
-    assert [len(truth) for _, truth, _ in guesses(net, target, random_text(target, 2, 5))] == [6, 4, 2, 0, 0]
+    short = predictions(net, target, random_text(target, 2, 5))
+    assert [len(truth) for _, truth, _ in short] == [6, 4, 2, 0, 0]
     counts = calibrate(moa, net, target, [random_text(target, 2, 20), random_text(target, 1, 20)])
     assert counts["samples"] == [3 * (20 - k - 1) for k in range(1, 6)] and counts["hits"][0][-1] == 0
 
@@ -455,7 +456,7 @@ def test_cached_drafts(style, name):
     net, prompt, sampler = make_net(target, **ABLATIONS[name]), [1, 2, 3], Sampler(0.7, seed=3)
     plain, _ = complete(target, prompt, 17, sampler=sampler)
     for shape in (None, cartesian(2, 2, 1)):
-        drafter = Watch(net, target, shape, capacity=9, breadth=3)
+        drafter = Watch(net, target, shape, max_nodes=9, breadth=3)
         drafter.force = plain, len(prompt)
         text, stats = complete(target, prompt, 17, drafter, sampler)
         assert text == plain and set(stats.accepted[1:-1]) == {1, 2, 3, 4, 5}
@@ -477,7 +478,7 @@ def test_perfect_drafter(style, temperature):
     net = make_net(target, shaken=False, tli=3)                        # untrained, N = L: the target itself
     for depth in (1, 4):
         for drafter in (Drafter(net, target, chain(depth)),
-                        Drafter(net, target, capacity=depth + 1, depth=depth, breadth=1)):
+                        Drafter(net, target, max_nodes=depth + 1, depth=depth, breadth=1)):
             n = 1 + 6 * (depth + 1)
             text, stats = complete(target, [5, 6], n, drafter, Sampler(temperature, seed=1))
             assert stats.accepted == [1] + [depth + 1] * 6 and stats.tau == depth + 1
@@ -510,7 +511,7 @@ def test_dynamic_tree(sampler, depth, breadth, nodes):
     """
     target = make_target()
     net = make_net(target, tli=1)
-    drafter = Watch(net, target, capacity=nodes, depth=depth, breadth=breadth)
+    drafter = Watch(net, target, max_nodes=nodes, depth=depth, breadth=breadth)
     complete(target, [1, 2, 3], 6, drafter, sampler)
     with torch.no_grad():
         for text, tree in drafter.seen[:2]:
@@ -560,7 +561,7 @@ def test_lossless(style, sampling):
     plain, _ = complete(target, [4, 4, 1], 12, sampler=sampler)
     shapes = [None, chain(6), cartesian(3, 2), grow([[0.5, 0.3]] * 3, 7), cartesian(40), chain(0)]
     for n, options in enumerate(ABLATIONS.values()):
-        drafter = Drafter(make_net(target, **options), target, shapes[n % len(shapes)], capacity=1 + 3 * n)
+        drafter = Drafter(make_net(target, **options), target, shapes[n % len(shapes)], max_nodes=1 + 3 * n)
         assert complete(target, [4, 4, 1], 12, drafter, sampler)[0] == plain
 
 
@@ -656,4 +657,4 @@ def test_alone_is_the_drafters_own_distribution(style, tli, lsa):
             s = states(net, target, torch.tensor(text[:S]))
             for end in range(S + 1, S + 8):
                 want = from_scratch(net, target, text[:S], text[S:end], s)
-                assert (drafter.alone(text[S:end])[0] - want).abs().max() < 1e-6
+                assert (drafter.next_logits(text[S:end])[0] - want).abs().max() < 1e-6

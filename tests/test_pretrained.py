@@ -263,7 +263,7 @@ def test_a_long_context_costs_no_square(tmp_path):
     text = complete(target, [1, 2, 3], 8)[0]
     for method in train.METHODS.values():
         net = method.Net(method.Config(), target)
-        assert complete(target, [1, 2, 3], 8, method.Drafter(net, target, capacity=6))[0] == text
+        assert complete(target, [1, 2, 3], 8, method.Drafter(net, target, max_nodes=6))[0] == text
 
 
 def test_every_stop_token_stops(tmp_path):

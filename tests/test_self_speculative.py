@@ -42,13 +42,13 @@ def skips(target, seed=0, **options):
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_self_speculative_guesses(style):
+def test_self_speculative_predictions(style):
     """Keys of skipped sub-layers that are read, layers skipped in the text, drafts of another anchor."""
     target = make_target(style)
     for seed in range(3):
         net, x = skips(target, seed, depth=3), random_text(target, 2, 7)
         assert 0 < net.skip.sum() < net.skip.numel()
-        for k, (logits, truth, real) in enumerate(self_speculative.guesses(net, target, x), 1):
+        for k, (logits, truth, real) in enumerate(self_speculative.predictions(net, target, x), 1):
             anchors = [(b, t) for b in range(2) for t in range(7 - k - 1)]
             assert truth.tolist() == [x[b, t + 1 + k].item() for b, t in anchors]
             torch.testing.assert_close(real, torch.stack([target(x)[0][b, t + k] for b, t in anchors]))

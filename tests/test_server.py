@@ -117,7 +117,7 @@ def test_two_thousand_broken_requests():
     tree = dict(session="0" * 32, length=5, tokens=[1, 2, 3], parent=[-1, 0, 0])
     sampling = SETTINGS["T = 1"]
     with serving(target, net) as server:
-        client, drafter = make_client(server.server_port), Drafter(net, part, capacity=8)
+        client, drafter = make_client(server.server_port), Drafter(net, part, max_nodes=8)
         steps = client.generate(part, PROMPT, 50, drafter, Sampler(**sampling))
         got = next(steps) + next(steps)
         line = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
@@ -290,7 +290,7 @@ def under_load(seconds, tokens, clients=16, **options):
             while time.monotonic() < until or not n:
                 client = make_client(server.server_port, timeout=0.3, retries=30)
                 prompt, sampler = jobs[i]["prompt"], Sampler(**jobs[i]["sampling"])
-                steps = client.generate(part, prompt, tokens, Drafter(net, part, capacity=8), sampler)
+                steps = client.generate(part, prompt, tokens, Drafter(net, part, max_nodes=8), sampler)
                 if n and mine.random() < 0.2:                          # goes away, without a word
                     got = next(steps) + next(steps)
                     steps.close()

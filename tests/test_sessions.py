@@ -28,7 +28,7 @@ def test_many_clients_at_once(sessions):
             clients = [make_client(server.server_port, timeout=60) for _ in jobs]
             runs = []
             for client, job in zip(clients, jobs):
-                runs.append(pool.submit(remote, client, part, net, 24, capacity=8, **job))
+                runs.append(pool.submit(remote, client, part, net, 24, max_nodes=8, **job))
             texts = [run.result()[0] for run in runs]
         assert len(server.sessions.by_name) == min(6, sessions)
     assert texts == [plain(target, 24, **job) for job in jobs]
@@ -108,7 +108,7 @@ def test_a_call_that_comes_late():
     """
     target, net, part = make_pair()
     with serving(target, net) as server:
-        drafter, sampler = Drafter(net, part, capacity=8), Sampler(**SETTINGS["T = 1"])
+        drafter, sampler = Drafter(net, part, max_nodes=8), Sampler(**SETTINGS["T = 1"])
         steps = make_client(server.server_port).generate(part, PROMPT, 60, drafter, sampler)
         got = next(steps)
         (session,) = server.sessions.by_name.values()

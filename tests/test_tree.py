@@ -9,7 +9,7 @@ import torch
 import moa
 from model import GPT, GPTConfig
 from plumbing.shapes import cartesian, chain
-from tree import Levels, Sampler, Shape, Stats, Tree, grow, plant, plant_best_levels, tree_mask, walk
+from tree import LevelRunner, Sampler, Shape, Stats, Tree, grow, plant, plant_best_levels, tree_mask, walk
 
 
 def random_parents(rng, N):
@@ -69,7 +69,7 @@ def test_limit():
         N = rng.randint(1, 15)
         parent, K, V = random_parents(rng, N), rng.randint(0, 4), rng.randint(1, 4)
         shape = Shape(parent, [0] + [rng.randrange(5) for _ in range(1, N)], [rng.random() for _ in range(N)])
-        out = shape.limit(K, V)
+        out = shape.cut(K, V)
         kept = []
         for i in range(N):
             path = ancestors(parent, i)
@@ -77,7 +77,7 @@ def test_limit():
                 kept.append(i)
         assert out.rank == [shape.rank[i] for i in kept] and out.value == [shape.value[i] for i in kept]
         assert out.parent == [-1] + [kept.index(parent[i]) for i in kept[1:]]
-    assert Shape([-1], [0]).limit(4, 9).value is None
+    assert Shape([-1], [0]).cut(4, 9).value is None
 
 
 def brute_force(p, nodes):
@@ -129,7 +129,7 @@ def test_plant():
     torch.manual_seed(0)
     scores = torch.randn(3, 8).double() * 2
     order = scores.argsort(-1, descending=True)
-    for shape in (chain(3), cartesian(3, 2, 1), cartesian(8), chain(0), cartesian(2, 2).limit(3, 8)):
+    for shape in (chain(3), cartesian(3, 2, 1), cartesian(8), chain(0), cartesian(2, 2).cut(3, 8)):
         tree = plant(7, scores, shape)
         assert tree.tokens[0] == 7 and tree.parent == shape.parent
         for i in range(1, len(tree)):
@@ -155,7 +155,7 @@ def test_plant_in_a_tiny_vocabulary(V):
     tree = plant(0, torch.zeros(2, V).double(), limit=16)
     assert len(tree) == min(16, 1 + V + V * V)
     assert all(0 <= t < V for t in tree.tokens)
-    wide = plant(0, torch.zeros(2, V), cartesian(5, 5).limit(2, V))
+    wide = plant(0, torch.zeros(2, V), cartesian(5, 5).cut(2, V))
     assert sorted(wide.tokens[1:V + 1]) == list(range(V))
 
 
@@ -564,13 +564,13 @@ def test_a_level_is_run_where_it_is_likely_to_be_reached():
     """
     logits = torch.log(torch.tensor([0.7, 0.1, 0.1, 0.1]))
     # levels are reached with .8, .56 (.49 + .07), ..
-    for reach, run in ((0.0, [1, 2, 3]), (0.5, [1, 2]), (0.75, [1]), (0.9, [])):
+    for price, run in ((0.0, [1, 2, 3]), (0.5, [1, 2]), (0.75, [1]), (0.9, [])):
         levels = []
         def step(d, tokens, up, mask):
             levels.append(d)
             return logits.expand(len(tokens), -1)
-        tree = plant_best_levels(3, Levels(step, logits[None], Sampler(), 5), 4, 2, 30, reach=reach)
+        tree = plant_best_levels(3, LevelRunner(step, logits[None], Sampler(), 5), 4, 2, 30, price=price)
         assert levels == run and max(tree.depth) == len(run) + 1 and len(tree) == 3 + 4 * len(run)
     wide = GPT(GPTConfig(n_layer=6, n_embd=16, n_head=2, n_kv_head=1, n_ffn=16))
     drafter = moa.Drafter(moa.Net(moa.Config(tli=1), wide), wide)
-    assert (drafter.depth, drafter.reach) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).reach == 0
+    assert (drafter.depth, drafter.price) == (4, 0.5) and moa.Drafter(drafter.net, wide, depth=2).price == 0
