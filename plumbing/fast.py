@@ -1,5 +1,6 @@
 """
-What makes the same arithmetic fast: packed matrices on a CPU, compilation, kept states of a frozen target.
+What makes the same arithmetic fast: packed matrices and short norms on a CPU, compilation, kept states of a
+frozen target.
 """
 import statistics
 import time
@@ -69,17 +70,35 @@ class PackedLinear(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # Ready to decode
 
+class ShortRMSNorm(nn.RMSNorm):
+    """RMSNorm for decoding in float32 on a CPU, where torch has no kernel for it: half as many operations."""
+
+    def __init__(self, norm):
+        super().__init__(norm.normalized_shape, eps=norm.eps)
+        self.weight, self.tiny = norm.weight, torch.tensor(norm.eps)
+
+    def forward(self, x):  # x / sqrt(|x|^2 / C + eps), row by row
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.tiny, length, length, value=1 / x.size(-1)).rsqrt_() * self.weight
+
+    @staticmethod
+    def pays(weight):
+        return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
 def for_decoding(module, compile=False):
     """
-    Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU large matrices are
-    packed, the others stored column by column, which MKL multiplies with the 4 to 16 rows of a tree
-    about 1.2 times as fast. compile: see compile_steps.
+    Ready to decode, and no longer to be trained: eval mode, no gradients. On a CPU norms are short, large
+    matrices are packed, the others stored column by column, which MKL multiplies with the 4 to 16 rows of
+    a tree about 1.2 times as fast. compile: see compile_steps.
     """
     module.eval().requires_grad_(False)
     for m in list(module.modules()):
         for name, child in m.named_children():
             if isinstance(child, nn.Linear) and PackedLinear.pays(child.weight):
                 setattr(m, name, PackedLinear(child.weight, child.bias))
+            if isinstance(child, nn.RMSNorm) and ShortRMSNorm.pays(child.weight) and not compile:
+                setattr(m, name, ShortRMSNorm(child))
         if isinstance(m, DraftLMHead) and m.lm_rows is not None and PackedLinear.pays(m.lm_rows):
             m.lm_rows = PackedLinear(m.lm_rows)
     for p in module.parameters():

@@ -2,6 +2,7 @@
 What every test file shares: the import path, one thread, tiny random targets,
 and the marker of the long test.
 """
+import functools
 import os
 import random
 import sys
@@ -119,6 +120,22 @@ def one_look_at_the_machine():
     with pytest.MonkeyPatch.context() as m:
         m.setattr(plumbing.exact, "find_exact_rows", once)
         m.setattr(plumbing.exact, "step_seconds", lambda target, nodes: 1.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_round():
+    """
+    A command that compares takes one turn of each method, not the median of three;
+    one that looks for a number of nodes times the target twice, not seven times.
+    (test_compare.py and test_budget.py have the real ones.)
+    """
+    import plumbing.budget
+    import sample
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sample, "compare", functools.partial(sample.compare, repeats=1))
+        m.setattr(plumbing.budget, "forward_seconds",
+                  functools.partial(plumbing.budget.forward_seconds, rounds=2))
         yield
 
 

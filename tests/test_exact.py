@@ -1,4 +1,5 @@
 """Bit for bit: a node's logits are those of decoding its path token by token, beside any neighbours."""
+import functools
 import os
 import random
 import sys
@@ -146,19 +147,24 @@ def drafter_of(name, target, seed=1):
     return module.Drafter(net, target, None, 9)
 
 
+@functools.cache
+def plain_texts(dtype):
+    """A target, and what plain decoding writes: (prompt, T, text), the last over the end of a page."""
+    target, rng, texts = exact_target(dtype, n_layer=4), random.Random(0), []
+    for T, n in ((0.0, 17), (0.8, 1), (1.0, 30), (1.0, PAGE - 20)):
+        prompt = [rng.randrange(23) for _ in range(n)]
+        texts.append((prompt, T, complete(target, prompt, 40, None, Sampler(T, seed=1))[0]))
+    return target, texts
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [*METHODS, *RIVALS])
 def test_texts_are_plain_decodings(name, dtype):
     """A method whose forward has other rows than the loop's, such as pseudo rows that are not filled up."""
-    target = exact_target(dtype, n_layer=4)
-    drafter, rng = drafter_of(name, target), random.Random(0)
-    for T in (0.0, 0.8, 1.0):
-        prompt = [rng.randrange(23) for _ in range(rng.randint(1, 30))]
-        plain = complete(target, prompt, 40, None, Sampler(T, seed=1))[0]
+    target, texts = plain_texts(dtype)
+    drafter = drafter_of(name, target)
+    for prompt, T, plain in texts:
         assert complete(target, prompt, 40, drafter, Sampler(T, seed=1))[0] == plain
-    long = [rng.randrange(23) for _ in range(PAGE - 20)]               # over the end of a page
-    plain = complete(target, long, 40, None, Sampler(1.0, seed=1))[0]
-    assert complete(target, long, 40, drafter, Sampler(1.0, seed=1))[0] == plain
 
 
 @pytest.mark.parametrize("groups", [0, 2, 3])

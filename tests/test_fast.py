@@ -1,4 +1,6 @@
 """What makes forwards fast: packed matrices, compilation. No number may change."""
+import copy
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import train
 from conftest import tiny
 from model import GPT, GPTConfig
 from plumbing.drafters import setup
-from plumbing.fast import PackedLinear, for_decoding
+from plumbing.fast import PackedLinear, ShortRMSNorm, for_decoding
 from remote import refused
 from tree import complete
 
@@ -54,6 +56,20 @@ def test_for_decoding_changes_no_number(dtype, style, tied):
                 assert qkv(rows).shape == (*rows.shape[:-1], qkv.weight.size(0))
     if dtype != torch.bfloat16:                                        # there it depends on the machine
         assert packed == [False, dtype == torch.float32 and torch.backends.mkl.is_available()]
+
+
+@pytest.mark.parametrize("C", [16, 100, 576, 4096])
+def test_short_norms(C):
+    """A norm that forgets eps or its weight, or whose rows depend on their neighbours."""
+    norm = M.RMSNorm(C, eps=1e-5)
+    torch.nn.init.normal_(norm.weight)
+    short = ShortRMSNorm(norm)
+    with torch.inference_mode():
+        x = torch.randn(1, 300, C) * torch.logspace(-6, 3, 300)[:, None]
+        y = short(x)
+        assert torch.allclose(y.double(), copy.deepcopy(norm).double()(x.double()), rtol=1e-5, atol=0)
+        for first, n in ((0, 1), (7, 1), (3, 2), (10, 7), (50, 100), (0, 299)):
+            assert torch.equal(short(x[:, first:first + n]), y[:, first:first + n])
 
 
 def test_remembered_states_are_the_targets():

@@ -339,7 +339,7 @@ def test_tensors_decide_whether_weights_are_tied(make, ends, tmp_path, capsys):
     (hf_gpt2, {}, dict(n_layer=2), "transformer.h.2."),
     (hf_gpt2, {}, dict(n_positions=32), "transformer.wpe.weight"),
     (hf_gpt2, {}, dict(n_inner=64), "mlp"),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_config_that_does_not_fit_the_tensors(make, saved, config, name, tmp_path, capsys):
     """Catches half a model that is decoded with; the line names one of the tensors in question."""
     folder(tmp_path, make(vocab_size=300, **saved), byte_level())
@@ -419,7 +419,7 @@ LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_e
     (hf_llama, dict(rope_scaling_factor=8.0), "rope_scaling_factor"),
     (hf_gpt2, dict(scale_attn_weights=False), "scale_attn_weights"),
     (hf_gpt2, dict(attn_pdrop=0.0, reorder_and_upcast_attn=True, summary_type="mean"), None),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_what_a_config_says_is_computed_or_refused(make, config, name, tmp_path, capsys):
     """Catches a model that computes something else than its config says, among it what transformers drops."""
     folder(tmp_path, make(vocab_size=300), byte_level())
