@@ -34,7 +34,7 @@ Differs  The authors' code is known, not the paper's text ("without LSA" is infe
          start      norms 1, residual outputs 0: untrained, with N = L, it is the target (all N(0, 0.02))
          blocks     Llama's, rotating a gpt2's wte + wpe too; LSA's MLP is narrower; the target's G (half)
          tree       as many levels as pay, see Drafter (fixed); ranked with the target's noise (greedy)
-         network    protocol, retries and writing on alone are ours (client and server are not public)
+         network    protocol, retries and writing on alone are ours, in plumbing/client.py (not public)
 Run      python train.py --method moa    # 2 cores, 59 s: guess 1 right .277, tau 2.54 at 8 nodes, --depth 2
          python sample.py --method moa --compare
          python moa.py serve && python sample.py --method moa --server http://127.0.0.1:8765
@@ -316,7 +316,7 @@ class Drafter:
         return self.forward(new, slice(self.sa.length, end), *how, 1)
 
     def next_logits(self, tokens):
-        """Logits (1, V) for what follows the root and what was written since: after each token."""
+        """Logits (1, V) behind the root and what a client wrote since without its server, token by token."""
         before = self.last.length - len(self.text) if self.last else len(tokens) - 1
         assert before == len(tokens) - 1, f"{before} of {len(tokens)} tokens went before"
         return self.catch_up(tokens)
