@@ -127,7 +127,7 @@ class Net(nn.Module):
         rope = self.rotary(slice(S, S + T))
         mask, causal = target.attention_mask(T, None, cache, h.dtype)  # over the pairs
         if self.cfg.token and self.cfg.stages:
-            e = F.rms_norm(target.wte(x), h.shape[-1:])                # size 1, however small E is
+            e = F.rms_norm(target.wte(x), h.shape[-1:])                # root mean square 1, however small E
         stages = []
         for i, (fc, layer) in enumerate(zip(self.fc, self.layers)):
             s = stages[-1] if stages else h

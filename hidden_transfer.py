@@ -123,7 +123,7 @@ class Net(nn.Module):
         """
         Blocks first .. L-1 on N >= 0 real rows x (B, N, C) and the pseudo rows, which join behind them.
         anchors(l, x) -> their states (B, M, C) at the input of block l, or None. pos, mask: of all rows.
-        -> {l: (B, N+K*M, C)} at the input of block l, where rows join (every: of each), and at the end, L.
+        -> {l: rows (B, N+K*M, C) at the input of block l, where some join (every: of all l); L: the output}.
         """
         L, states = target.cfg.n_layer, {}
         stops = sorted({*self.layers, *(range(self.first, L) if every else ())})
@@ -218,7 +218,7 @@ MOST_GROUPS = 4
 class Drafter:
     """
     Groups of K pseudo rows ride in the target's forward, for the nodes likeliest to end the path; if another
-    ends it, K rows run alone. By default so many that the rows and the extra passes cost least together.
+    ends it, K rows run alone. By default what is cheapest: the rows, and P(another) times such a pass.
     """
 
     def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0, groups=None):
@@ -227,7 +227,7 @@ class Drafter:
         self.fixed = groups is not None
         self.groups = min(groups if self.fixed else MOST_GROUPS, self.max_nodes)   # at most, unless fixed
         self.cache_rows = self.max_nodes + max(1, self.groups) * net.K
-        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths that ended at rank 0, 1, ..
+        self.ended = np.array([4.0, 2.0] + [1.0] * (self.groups - 1))  # paths that ended at rank r (prior)
 
     def start(self, target, max_len):
         """Forget the last text; at most max_len tokens follow."""

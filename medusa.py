@@ -30,7 +30,7 @@ Differs  Exact acceptance by default; sample.py --accept typical is the paper's 
          Four heads, not five. The tree is grown anew each step from the heads' own probabilities;
          --tree sparse is the paper's (2.3.3), from calibration on held-out text.
          Medusa-2 trains all of a copy of the target, no LoRA on a quantised one, both stages in one schedule.
-         --ramp raises the weight of the heads' loss (eq. 2, the authors' code); the text says the backbone's.
+         --ramp raises the weight of the heads' loss, as eq. 2 and the authors' code; their prose differs.
 Run      python train.py --method medusa  # 2 cores, 61 s: head 1 right .136 of the time, tau 1.74 at 8 nodes
          python sample.py --method medusa --compare
          python train.py --method medusa --recipe 2  # Medusa-2: all of a copy of the target -> out/medusa2
@@ -237,7 +237,8 @@ def held_out(joint, original, x):
 
 def train_jointly(cfg, net, target, run):
     """
-    Two stages: the heads alone, then the backbone too, at a lower rate; returns a Joint. Without them
+    Two stages: the heads alone, then the backbone too, at a lower rate; returns a Joint, which train.py
+    saves as the backbone and the heads of OUT/medusa2. Without stages
     (--warmup 0 --backbone-lr 1 --heads-weight 1) the heads' first, large gradients damage the backbone, as
     in table 2. Memory: a copy, its gradients, AdamW's two numbers a weight; --lm kl adds logits (B, T, V).
     """

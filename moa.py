@@ -28,7 +28,7 @@ Maths    s_j     = W mean_l LSA( [k_h ; v_h]_l of token j )_l + b            no 
 
 Shapes   B batch, T tokens, S verified tokens, C channels, V vocabulary, L layers of the target,
          K draft depth, H query and G key/value heads of width D
-Differs  The authors' code is known, not the paper's text ("without LSA" is inferred). Theirs in brackets:
+Differs  The authors' code is known, not the paper's text ("without LSA" is inferred). Ours (theirs):
          training   a random prefix is the prompt, all positions count (the response's); last(i) < i (<= i)
          TLI        works at inference (does not); positions overwritten in training leave the final loss
          start      norms 1, residual outputs 0: untrained, with N = L, it is the target (all N(0, 0.02))
@@ -67,10 +67,10 @@ class Config:
     n_kv_head: int = arg(0, "key/value heads of SA and CA; 0 = as many as the target (the authors': half)")
     lsa: bool = arg(True, "CA reads keys and values of all layers; off = the last hidden state")
     on_policy: bool = arg(True, "training hides states since the last verification; off = only a token's own")
-    every_min: int = arg(6, "a verification every U{min..max} tokens in training: T of the T-step bound")
+    every_min: int = arg(6, "a verification every U{min..max} tokens in training, T of the paper's bound")
     every_max: int = arg(14, "see every_min")
     staircase: bool = arg(True, "early in training SA often sees only tokens since the last verification")
-    tli_exact: bool = arg(False, "N > 0: train on just the states that drafting has; off = as the authors")
+    tli_exact: bool = arg(False, "N > 0: train on true k, v up to last(i), as in drafting; off = theirs")
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
     steps: int = arg(220, "optimiser steps", low=1)
@@ -147,7 +147,7 @@ class Net(nn.Module):
         return self.ekv2e(x.mean(1)).view(B, T, -1)
 
     def finish(self, f, target, pos, mask=None, causal=False, cache=None):
-        """TLI: CA's output (B, T, C) through the target's last N layers -> what lm_head reads."""
+        """TLI: CA's output (B, T, C) through layers L-N .. L-1 -> what lm_head reads."""
         if self.cfg.tli == 0:
             return f
         rope = target.rope(pos)
@@ -156,7 +156,7 @@ class Net(nn.Module):
         return target.norm(f)
 
     def level(self, x, rope, pos, mask, causal, sa, kv, target, last, queries):
-        """x (1, T, C) -> the last rows (1, queries, C), at one position. Caches: sa, CA's kv, TLI's last."""
+        """x (1, T, C) -> its last rows (1, queries, C), of one position. Caches: sa, CA's kv, TLI's last."""
         cos, sin = rope
         T = x.size(1)
         x = self.sa(x, rope, mask, causal, sa)[:, -queries:]
@@ -180,7 +180,7 @@ def predictions(net, target, x):
     s = net.sa(target.embed(x, pos), rope, causal=True)                # (B, T, C)
     itself = torch.eye(T, dtype=torch.bool, device=x.device)
     sees = itself.new_ones(T, T).tril()
-    # T = 5, k = 2, row t = 1: 1 1 0 0 0 | 0 1 0 | 0 1, the verified x[..t] and its own two drafts
+    # T = 5, k = 2, row t = 1 looks at text 1 1 0 0 0 | drafts of k = 1: 0 1 0 | of k = 2: 0 1, its own two
     look = sees
     for k in range(1, net.K + 1):
         n = max(0, T - k - 1)                                          # anchors t < n, queries at t + k

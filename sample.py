@@ -81,8 +81,8 @@ class Options:
                          "exp(-entropy))", group=CHOICE)
     delta: float = arg(0.3, "see epsilon; the paper sets it to the square root of epsilon", group=CHOICE)
 
-    exact: bool = arg(True, "decode bit for bit alike in every tree, in every dtype; off = as fast as can "
-                      "be, and alike but for near ties", group=CHOICE)
+    exact: bool = arg(True, "decode bit for bit alike in every tree, where that can be had: the first line "
+                      "says; off = as fast as can be, and alike but for near ties", group=CHOICE)
 
     tree: str = arg("best", "best = grown anew each step; sparse = Medusa's, from calibration; chain; or "
                     "widths such as 4,2,1", group=TREE)

@@ -34,7 +34,7 @@ from plumbing.budget import accuracy, calibrate, most_nodes
 from plumbing.contract import check_method
 from plumbing.checkpoint import DAMAGED, differences, load, load_model, out_folder, versions
 from plumbing.fast import HiddenStateCache
-from plumbing.options import OUT, command, fail, gpu, parse, pick_device, rank, say
+from plumbing.options import OUT, command, fail, gpu, mixed, parse, pick_device, rank, say
 from plumbing.own_text import own_text
 from plumbing.pretrained import load_pretrained
 from plumbing.text import Corpus, Tokenizer, read_texts
@@ -328,7 +328,8 @@ def main(argv=None):
         from plumbing.plot import draw                                 # without matplotlib it ends here, now
     device = setup(opt)
     torch.manual_seed(opt.seed)
-    precision = "bf16 autocast" if gpu(device) else "fp32"
+    precision = "fp32, for the backbone bf16 autocast" if mixed(device, "backbone") else "fp32"
+    precision = "bf16 autocast" if gpu(device) else precision
     say(f"device {device}, {precision}, {torch.get_num_threads()} threads | "
         + " ".join(f"{k} {v}" for k, v in versions().items()))
     again, out, opt.out = opt.method == "backbone", opt.out, out_folder(opt.out, opt.backbone)

@@ -60,7 +60,7 @@ class Sampler:
         self.drawn = {key: g for key, g in self.drawn.items() if key[0] > t}
 
     def filter(self, z):
-        """(N, V) logits: what top-k and top-p exclude becomes -inf; ties at the k-th stay, and always one."""
+        """(N, V) logits: what top-k and top-p exclude becomes -inf; ties at the k-th stay, one always."""
         if 0 < self.top_k < z.size(-1):
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -math.inf)
         if self.top_p < 1:
@@ -153,9 +153,9 @@ def grow(p, limit, floor=0.0):
     """
     The Shape of at most limit nodes, root included, that is expected to be accepted furthest if
     positions are guessed independently. p[d][r] = P(guess r for draft position d + 1 is right), falling
-    with r; a node is worth the product of p along its path. The best node next to the tree enters, until
-    all others are at floor or below. Medusa's sparse tree (2.3.3) has p from other text, best-first this
-    step's.
+    with r; a node is worth the product of p along its path. The most valuable node whose parent is in
+    enters next, while it is worth more than floor. Medusa's sparse tree (2.3.3) takes p from other text,
+    the best-first tree from this step's drafts.
     """
     shape = Shape([-1], [0], [1.0])
     heap = [(-p[0][0], 0, 0, 0)] if p else []                          # (-value, parent, position, rank)
@@ -306,7 +306,7 @@ class Stats:
 
 
 class Text:
-    """A text in the making, and what generate needs beside its idea: cache, room, clocks, a second try."""
+    """A text in the making: all of generate but its idea. Cache, room, clocks, a second try after a NaN."""
 
     def __init__(self, target, prompt, max_new_tokens, drafter, sampler, eos):
         block, n = target.cfg.block_size, len(prompt)

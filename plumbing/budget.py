@@ -1,7 +1,10 @@
 """
-How many nodes a tree should have: as many as pay on this machine, for this text. The way of the number:
+How many nodes a tree should have: as many as pay on this machine, for this text. The number's way:
 
-    --nodes -> Drafter(max_nodes) -> draft(limit), each step's: NodeBudget.limit, else max_nodes -> tree.plant
+    --nodes 12     drafters.load_drafter makes Drafter(max_nodes=12); every tree has so many
+    --nodes auto   NODES of the device; on a CPU Drafter(max_nodes=4 * 8) and a NodeBudget: its limit, asked
+                   by the decode loop (tree.Text.draft) for every step, goes to Drafter.draft(limit)
+    both           Drafter.draft -> tree.plant -> tree.grow, which adds nodes until there are so many
 """
 import time
 
@@ -12,7 +15,7 @@ from tree import tree_mask
 from plumbing.options import fail, gpu
 
 
-NODES = {"cpu": 8, "gpu": 64}                                          # most nodes of a tree, root included
+NODES = {"cpu": 8, "gpu": 64}                                          # of a tree, root included
 
 
 def most_nodes(device):
@@ -113,7 +116,7 @@ class NodeBudget:
 
     prior      a_1, a_2, ... on held-out text, falling
     max_nodes  of a tree; one of a few numbers up to that is taken (MKL is slower at some between them)
-    usual      nodes for MoA's client, for whom a round trip costs more than any node
+    usual      a fixed number, for MoA's client, for whom a round trip costs more than any node
     """
     every = 16                                                   # steps between two looks at what was learned
 

@@ -1,5 +1,10 @@
 """
-The side of a Mixture of Attentions that has the drafter, and lives on when the line to the server is cut.
+The side of a Mixture of Attentions that has the drafter, and lives on when the line to the server is cut:
+
+    verify    a tree goes to the server, tokens and states come back (Client.step chooses what to do)
+    cut       Unreachable, after --retries: write_alone, a token at a time, the drafter's own choice with
+              the same noise (moa.Drafter.next_logits), --offline-limit at most; a thread asks for the server
+    back      open sends the text again, and the server goes on from there
 """
 import http.client
 import json

@@ -2,13 +2,14 @@
 What a method's file must have, so that train.py, sample.py and bench/ can use it: all they rely on.
 
 Config       a dataclass of options (model.arg) that needs no arguments, with steps and batch_size;
-             min_tokens, the fewest tokens that a training sequence may have.
+             min_tokens, the fewest tokens that a training sequence may have. Two names are taken: recipe
+             (2 is Medusa-2) and first_length (the backbone's).
              Raises ValueError("--option ...") for what cannot be.
 Net          Net(cfg, target, vocab=None), a torch module: what is trained; the target is only borrowed,
              call by call. Has K, its draft positions. With vocab, ids (N,) of a draft vocabulary, it
              ends in model.DraftLMHead(target, vocab), called head; a Net without that argument has no
              draft vocabularies. compiled (optional): names of its methods that --compile compiles. No
-             attribute of it is called target: what has one is a Medusa-2, with its own backbone.
+             attribute of it is called target: what has one, and net, is a Medusa-2 with its own backbone.
              Raises ValueError as Config does.
 predictions  predictions(net, target, x), x (B, T): for k = 1..K yields logits (M, V), the tokens (M,) that
              should have been guessed, and the target's own logits (M, V) for them. With net.eval()
@@ -18,12 +19,13 @@ Drafter      Drafter(net, target, shape=None, max_nodes=16, floor=0.0, ..): shap
              tree (or ValueError, which names --tree); else it has at most max_nodes nodes, each but the root
              of a value above floor. More keyword arguments are options of this method alone. It has
 
+             net                             the Net, as it was handed over
              cache_rows                      most cache rows that one forward writes behind the text: its
                                              largest tree
              start(target, max_len)          forget the last text; at most max_len tokens follow
              observe(tokens, hidden, cache)  these tokens (a list of T) became text: the target's hidden
                                              states (T, C) for them, and its cache, whose last T rows they are
-             draft(root, sampler, limit) -> Tree      what may follow root, the last emitted token, which is
+             draft(root, sampler, limit=None) -> Tree   what may follow root, the last emitted token, which is
                                              not yet in the cache; limit: most nodes, None = max_nodes.
                                              Tree.value: how probable the path to a node is, 1 for the root
              target_forward(target, idx, pos, mask, cache, tree) -> hidden (1, N, C)       optional: runs the
@@ -124,7 +126,7 @@ def check_drafter(module, net, target, need):
         drafter = module.Drafter(net, target, None, 6, 0.0)
     except TypeError as e:
         return need(False, f"Drafter(net, target, shape, max_nodes, floor) cannot be made ({e})")
-    for part in ("cache_rows", "start", "observe", "draft"):
+    for part in ("net", "cache_rows", "start", "observe", "draft"):
         need(hasattr(drafter, part), f"Drafter has no {part}")
     plain, _ = complete(target, [1, 2, 3], 12, None, Sampler(1.0))
     real, limits = drafter.draft, iter([6, 3, 2] * 4)

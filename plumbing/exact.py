@@ -1,5 +1,15 @@
 """
-What a target needs on this machine to decode bit for bit alike in every tree (model.Exact): it is tried.
+Bit for bit: what a target needs on this machine, so that the logits of a node are those of decoding its
+path token by token.
+
+Products    run over a multiple of Exact.product rows, filled up in GPT.run and GPT.logits: so a row does
+            not depend on its neighbours. How many it takes is tried at load, on the target's matrices.
+Attention   model.attend_exactly: whole pages of text in the target's dtype, alike for every row behind them;
+            the page at hand in float64, where the order of a sum does not show after rounding.
+Trees       end in the page of their root: GPT.reach.
+Cost        bfloat16 and float64: always exact. float32 on a CPU: not where the rows cost a step more than
+            a quarter (ties of 1e-5 may flip then). float16 on a CPU: never. GPU: one number of rows for
+            all forwards. Without it, also by --no-exact, --compile or --graphs, target.exactness says so.
 """
 from contextlib import contextmanager
 from functools import partial
@@ -56,8 +66,8 @@ def at_a_time(layer, x, n):
 
 def fewest(computations, most=16):
     """
-    The fewest rows at a time, 1, 2, 4, .. most, at which a row comes out as at multiples of them; 0 if
-    there are none. computation(n) -> the same rows, n at a time.
+    The fewest rows n of 1, 2, 4, .. most for which batches of n, 2 n, 3 n, .. give the same bits for every
+    row; 0 if there are none. computation(n) -> the same rows, n at a time.
     """
     n = 1
     while n <= most:

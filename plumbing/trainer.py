@@ -18,7 +18,7 @@ import torch.nn as nn
 from plumbing.checkpoint import (DAMAGED, differences, fingerprint, load, load_weights, out_folder, save,
                                  save_model, versions)
 from plumbing.log import read_log, write_log
-from plumbing.options import fail, gpu, pick_device, rank, say
+from plumbing.options import fail, gpu, mixed, pick_device, rank, say
 
 
 def setup(opt):
@@ -85,7 +85,7 @@ class Run:
         self.log_path = os.path.join(opt.out, kind, "log.jsonl")
         self.step, self.elapsed, self.metrics, self.seen, self.log = 0, 0.0, {}, [], []
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.amp = torch.autocast("cuda", torch.bfloat16, enabled=gpu(device))
+        self.amp = torch.autocast("cuda" if gpu(device) else "cpu", torch.bfloat16, mixed(device, kind))
         self.vocab = None                                              # what a drafter may draft; None = all
         if kind != "backbone":
             self.vocab = corpus.frequent(opt.draft_vocab)

@@ -113,6 +113,13 @@ class Valueless(medusa.Drafter):
         return Tree(tree.tokens, tree.parent)
 
 
+class Netless:
+    cache_rows, start, observe, draft = 6, None, None, None
+
+    def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
+        pass
+
+
 class Shapeless(medusa.Drafter):
     def __init__(self, net, target, shape=None, max_nodes=16, floor=0.0):
         super().__init__(net, target, None, max_nodes, floor)
@@ -158,6 +165,7 @@ BREACHES = {
     "the limit ignored": (dict(Drafter=Deaf), "where the limit is"),
     "another root": (dict(Drafter=Rootless), "no Tree of root"),
     "one argument": (dict(Drafter=OneArgument), "root, sampler and limit"),
+    "no net": (dict(Drafter=Netless), "Drafter has no net"),
     "no values": (dict(Drafter=Valueless), "the value of every node"),
     "a shape ignored": (dict(Drafter=Shapeless), "does not follow shape"),
     "a floor ignored": (dict(Drafter=Floorless), "not above floor"),
