@@ -49,7 +49,7 @@ def test_the_figure_is_what_was_decoded(temperature, trained, tmp_path, capsys):
             "--temperature", str(temperature), "--nodes", "9"]
     figure.main([*argv, "--svg", str(tmp_path / "a.svg")])
     said, rows = capsys.readouterr().out.splitlines(), drawn(tmp_path / "a.svg")
-    everything = sample.Options(method="all", out=trained, device="cpu", nodes=9)
+    everything = sample.Options(method="all", out=trained, device="cpu", nodes=9, dtype="float32")
     target, tokenizer, drafters, _ = setup(everything, train.METHODS)
     prompt = tokenizer.start + tokenizer.encode("the <cat> & \x01é\n ")
     assert list(rows) == ["plain", *train.METHODS] and len(said) == 5

@@ -24,7 +24,8 @@ def no_charts(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)               # they take seconds
 
 
-SMALL = ["--device", "cpu", "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "16", "--nodes", "8"]
+SMALL = ["--device", "cpu", "--dtype", "float32",                      # transformers' texts part in bfloat16
+         "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "16", "--nodes", "8"]
 
 
 def run_bench(capsys, *argv):
@@ -44,7 +45,8 @@ def refused(capsys, *argv):
 
 def plain_target(out):
     """-> target and tokenizer of a folder."""
-    return setup(bench.sample.Options(method="plain", out=out, device="cpu"), train.METHODS)[:2]
+    opt = bench.sample.Options(method="plain", out=out, device="cpu", dtype="float32")
+    return setup(opt, train.METHODS)[:2]
 
 
 @pytest.fixture(scope="module")

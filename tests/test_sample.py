@@ -78,10 +78,10 @@ def lies(monkeypatch, method, at):
 def test_a_different_text_would_be_noticed(trained, capsys, monkeypatch):
     """Catches a comparison that says identical whatever it is given, and a fault that passes for rounding."""
     lies(monkeypatch, "medusa", 5)
-    args = ["--out", trained, "--max-new-tokens", 20, "--prompt", "a", "--seed", 1]
+    args = ["--out", trained, "--max-new-tokens", 20, "--prompt", "a", "--seed", 1, "--dtype", "float32"]
     err = run(capsys, *args, "--compare").err
     assert "DIFFERENT from token 5 on: [" in err and "the two best scores there are" in err
-    opt = sample.Options(method="plain", out=trained, device="cpu", seed=1)
+    opt = sample.Options(method="plain", out=trained, device="cpu", seed=1, dtype="float32")
     target, tokenizer, _, sampler = setup(opt, {})
     prompt = tokenizer.start + tokenizer.encode("a")
     text, _ = complete(target, prompt, 6, None, sampler)

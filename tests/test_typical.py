@@ -16,7 +16,8 @@ def test_bench_of_typical_acceptance(trained, text_file, capsys):
     made.
     """
     argv = ["--out", trained, "--data", text_file, "--prompts", "2", "--prompt-tokens", "8",
-            "--new-tokens", "20", "--epsilons", "0.01,1", "--temperature", "1", "--device", "cpu"]
+            "--new-tokens", "20", "--epsilons", "0.01,1", "--temperature", "1",
+            "--device", "cpu", "--dtype", "float32"]
     typical.main(argv)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     names = ["exact, T = 0", "exact, T = 1", "LOSSY, epsilon 0.01", "LOSSY, epsilon 1"]
@@ -30,7 +31,7 @@ def test_bench_of_typical_acceptance(trained, text_file, capsys):
             typical.main([*argv, *wrong])
         err = capsys.readouterr().err
         assert e.value.code == 2 and says in err and err.count("\n") == 1
-    opt = sample.Options(method="plain", out=trained, device="cpu")
+    opt = sample.Options(method="plain", out=trained, device="cpu", dtype="float32")
     target, _, _, _ = setup(opt, train.METHODS)
     logp, greedy = typical.score(target, [5, 6], [7, 8, 9])
     for i, token in enumerate([7, 8, 9]):
