@@ -3,9 +3,11 @@ What a token costs as the context grows: plain and speculative decoding, time an
 
     python bench/context.py --backbone smollm2 --method amphista
 
-The prompt is training text of so many tokens; after it a few tokens are written by plain decoding and by the
-method in turn. A step reads the cache once, so its cost should grow as the cache does, in a straight line.
+The prompt is training text of so many tokens; after it a few tokens are written by plain decoding, exact
+as it is and not exact, and by the method, in turn. A step reads the cache once, so its cost should grow as
+the cache does, in a straight line.
 """
+import contextlib
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ from train import METHODS
 from tree import Sampler, complete
 from plumbing.checkpoint import versions
 from plumbing.drafters import setup
+from plumbing.exact import INEXACT, inexact
 from plumbing.options import DTYPES, command, fail, parse
 from plumbing.text import Corpus, read_texts
 
@@ -69,27 +72,29 @@ def main(argv=None):
     machine = platform.processor() or platform.machine()
     result = dict(options=asdict(opt), versions=versions(), machine=machine,
                   threads=torch.get_num_threads(), rows=[])
-    print(f"{opt.method}, trees of {opt.nodes} | {result['threads']} threads, {target.wte.weight.dtype} | "
+    print(f"{opt.method}, trees of {opt.nodes} | {target.told} | "
           + " ".join(f"{k} {v}" for k, v in result["versions"].items()))
     print(f"{'context':>8s} {'prompt, s':>9s} {'plain step, ms':>14s} {'method step, ms':>15s} "
-          f"{'draft, ms':>9s} {'speed-up':>8s} {'cache, MiB':>10s} {'memory, GiB':>11s}")
+          f"{'draft, ms':>9s} {'not exact, ms':>13s} {'speed-up':>8s} {'cache, MiB':>10s} "
+          f"{'memory, GiB':>11s}")
     for length in lengths:
-        seen = {None: [], drafter: []}
+        seen = {None: [], INEXACT: [], drafter: []}
         for _ in range(opt.repeats):
             for d in seen:
-                prompt = text[:length - opt.new_tokens]
-                seen[d].append(complete(target, prompt, opt.new_tokens, d, Sampler())[1])
+                prompt, who = text[:length - opt.new_tokens], drafter if d is drafter else None
+                with inexact(target) if d == INEXACT else contextlib.nullcontext():
+                    seen[d].append(complete(target, prompt, opt.new_tokens, who, Sampler())[1])
         middle = lambda d, figure: statistics.median(figure(stats) for stats in seen[d])
         step = lambda s: 1000 * (sum(s.seconds.values()) - s.seconds["prompt"]) / s.steps
         speed = lambda s: s.tokens_per_second
         c, size = target.cfg, target.wte.weight.element_size()
         row = dict(context=length, prompt=middle(None, lambda s: s.seconds["prompt"]),
-                   plain=middle(None, step), step=middle(drafter, step),
+                   plain=middle(None, step), inexact=middle(INEXACT, step), step=middle(drafter, step),
                    draft=middle(drafter, lambda s: 1000 * s.seconds["draft"] / s.steps),
                    speedup=middle(drafter, speed) / middle(None, speed),
                    cache=2 * c.n_layer * c.n_kv_head * c.head_dim * length * size / 2**20, memory=memory())
         print(f"{length:8d} {row['prompt']:9.2f} {row['plain']:14.2f} {row['step']:15.2f} "
-              f"{row['draft']:9.2f} {row['speedup']:8.2f} {row['cache']:10.1f} "
+              f"{row['draft']:9.2f} {row['inexact']:13.2f} {row['speedup']:8.2f} {row['cache']:10.1f} "
               f"{row['memory'] or 0:11.2f}", flush=True)
         result["rows"].append(row)
     print(json.dumps(result))

@@ -13,7 +13,7 @@ def test_context(trained, text_file, capsys):
     context.main([*args, "--lengths", "12,64"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [r["context"] for r in rows] == [12, 64] and rows[1]["cache"] / rows[0]["cache"] == 64 / 12
-    assert all(r[k] > 0 for r in rows for k in ("plain", "step", "draft", "speedup", "prompt"))
+    assert all(r[k] > 0 for r in rows for k in ("plain", "inexact", "step", "draft", "speedup", "prompt"))
     for lengths in ("4", "65", "x", ""):
         with pytest.raises(SystemExit) as e:
             context.main([*args, "--lengths", lengths])
