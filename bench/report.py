@@ -17,6 +17,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from plumbing import checkpoint
 from plumbing.checkpoint import DAMAGED, out_folder
+from plumbing.exact import INEXACT
 from plumbing.options import command, fail, say
 from plumbing.log import read_log
 from plumbing.text import read_lines, read_text
@@ -325,7 +326,7 @@ def draw_speedup(ax, rows):
 def draw_accepted(ax, rows):
     """How many tokens a forward brought."""
     for r in rows:
-        if r["method"] not in ("plain", "hf"):
+        if r["method"] not in ("plain", INEXACT, "hf"):
             steps = sum(r["accepted"].values())
             shares = [n / steps for n in r["accepted"].values()]
             ax.plot([int(n) for n in r["accepted"]], shares, marker="o", label=r["method"])
@@ -335,7 +336,7 @@ def draw_accepted(ax, rows):
 def draw_positions(ax, rows):
     """How often each draft position was accepted."""
     for r in rows:
-        if r["method"] not in ("plain", "hf"):
+        if r["method"] not in ("plain", INEXACT, "hf"):
             ax.plot(range(1, len(r["positions"]) + 1), r["positions"], marker="o", label=r["method"])
     finish(ax, "draft position", "share of the forwards that accept it")
 

@@ -23,6 +23,7 @@ Reported    overall and by category: tau; tokens/s after the prompt (median); sp
             a tiny one); how many plain texts end in a loop (loops flatter every drafter). The last line is
             JSON. --spec-bench FOLDER writes the answers for Spec-Bench's own scripts too.
 """
+import contextlib
 import datetime
 import json
 import os
@@ -50,6 +51,7 @@ from plumbing.budget import how_many
 from plumbing.checkpoint import DAMAGED, load_model, out_folder, versions
 from plumbing.compare import gap
 from plumbing.drafters import given, load_drafter, load_target, own_options
+from plumbing.exact import INEXACT, inexact
 from plumbing.options import DTYPES, OUT, command, fail, gpu, parse, say
 from plumbing.shapes import parse_tree
 from plumbing.pretrained import load_pretrained, to_hf
@@ -66,8 +68,9 @@ GPU = {"eagle2": dict(batch_size=32, lr=6e-4), "self_speculative": dict(batch_si
 @dataclass
 class Options:
     """Compare methods on held-out prompts of the training corpus, or on a file of questions."""
-    methods: str = arg("plain," + ",".join(METHODS),
-                       f"which, with commas: {', '.join([*MODULES, *HF])}; plain is always there")
+    methods: str = arg(f"plain,{INEXACT}," + ",".join(METHODS),
+                       f"which, with commas: {', '.join([*MODULES, *HF])}; plain is always there; {INEXACT} "
+                       "is plain decoding as fast as can be, as with --no-exact")
     questions: str = arg("", "a file of questions, such as bench/questions.jsonl; without one: held-out text")
     prompts: int = arg(16, "number of prompts, spread over all there are; 0 = all questions of a file")
     new_tokens: int = arg(128, "tokens to write after each", low=1)
@@ -167,7 +170,7 @@ def train_all(opt, names, target, tokenizer, device):
 def load_method(name, opt, target):
     """-> the drafter (None = plain decoding), and what its checkpoint says of its training."""
     name, opt = variant(name, opt)
-    if name == "plain":
+    if name in ("plain", INEXACT):
         return None, {}
     module = MODULES[name]
     if not hasattr(module, "train"):                                   # nothing to load
@@ -284,11 +287,11 @@ def options(argv):
     names = ["plain"] + list(dict.fromkeys(n for n in opt.methods.split(",") if n not in ("plain", "")))
     for n in names[1:]:
         try:
-            known = variant(n, opt)[0] in MODULES or n in HF
+            known = variant(n, opt)[0] in MODULES or n in HF or n == INEXACT
         except ValueError as e:
             fail(f"--methods: {n}: {e}")
         if not known:
-            fail(f"--methods: unknown method {n}; there are plain, {', '.join([*MODULES, *HF])}")
+            fail(f"--methods: unknown method {n}; there are plain, {INEXACT}, {', '.join([*MODULES, *HF])}")
     try:
         temperatures = [Sampler(float(t)).temperature for t in opt.temperatures.split(",")]
     except ValueError:
@@ -376,7 +379,8 @@ def main(argv=None):
             stops = sorted(tokenizer.stops)
             return hf_answer(hf, name, prompt, opt.new_tokens, temperature, seed, stops)
         how = sampler(name, temperature, seed), tokenizer.stops
-        tokens, s = complete(target, prompt, opt.new_tokens, methods[name][0], *how)
+        with inexact(target) if name == INEXACT else contextlib.nullcontext():
+            tokens, s = complete(target, prompt, opt.new_tokens, methods[name][0], *how)
         return dict(tokens=tokens, accepted=s.accepted, nodes=s.nodes, seconds=s.seconds)
 
     def gaps(answers, prompt, temperature, seed):

@@ -382,6 +382,22 @@ def test_the_header_says_how_it_was_decoded(contest, text_file, capsys):
         assert result["decoding"].startswith(says) and result["decoding"] in out.splitlines()[0]
 
 
+def test_what_exactness_costs_plain_decoding(contest, text_file, capsys, monkeypatch):
+    """A baseline that is slower than plain decoding can be, with nothing beside it; a row that is exact too."""
+    real, seen = bench.complete, []
+
+    def watched(target, prompt, new, drafter, *args):
+        seen.append((drafter is None, target.exact is None))
+        return real(target, prompt, new, drafter, *args)
+    monkeypatch.setattr(bench, "complete", watched)
+    out, result = run_bench(capsys, "--out", contest, "--data", text_file, *SMALL, "--temperatures", "0",
+                            "--methods", "inexact,medusa", "--dtype", "bfloat16")
+    assert [r["method"] for r in result["rows"]] == ["plain", "inexact", "medusa"]
+    assert {(True, True), (True, False), (False, False)} == set(seen)
+    assert result["rows"][1]["speed"] > 0 and result["rows"][2]["same"]
+    assert "inexact" in bench.Options().methods.split(",")
+
+
 def test_help_has_what_most_people_need_first(capsys):
     """Thirty options in a row, of which most people need ten."""
     with pytest.raises(SystemExit) as e:
