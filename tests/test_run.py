@@ -383,7 +383,7 @@ def test_the_header_says_how_it_was_decoded(contest, text_file, capsys):
 
 
 def test_what_exactness_costs_plain_decoding(contest, text_file, capsys, monkeypatch):
-    """A baseline that is slower than plain decoding can be, with nothing beside it; a row that is exact too."""
+    """A baseline slower than plain decoding can be, with nothing beside it; a row that is exact too."""
     real, seen = bench.complete, []
 
     def watched(target, prompt, new, drafter, *args):
