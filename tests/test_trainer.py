@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import plumbing.options
 import plumbing.trainer
 import train
 from conftest import ROOT
@@ -231,6 +232,24 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, text
         backbone(tmp_path, text_file, "--steps", "20")
     assert e.value.code == 2 and "the loss is nan" in capsys.readouterr().err
     assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path).items())
+
+
+def test_autocast_follows_the_processor(tmp_path, text_file, monkeypatch, capsys):
+    """A backbone in float32 where bfloat16 is faster, in bfloat16 where it is imitated; a drafter in it."""
+    seen, real = [], Run.steps
+
+    def watched(run, *args):
+        for x in real(run, *args):
+            seen.append((run.kind, torch.is_autocast_enabled("cpu")))
+            yield x
+    monkeypatch.setattr(Run, "steps", watched)
+    for has in (True, False):
+        monkeypatch.setattr(plumbing.options, "bf16_cpu", lambda: has)
+        backbone(tmp_path / str(has), text_file, "--steps", "2")
+        drafter(tmp_path / str(has), text_file, "--steps", "2")
+        assert set(seen) == {("backbone", has), ("medusa", False)}
+        assert ("bf16 autocast" in capsys.readouterr().out) == has
+        seen.clear()
 
 
 def test_log_and_side_file_are_plain_json(trained):
