@@ -151,7 +151,7 @@ class Net(nn.Module):
         if self.cfg.tli == 0:
             return f
         rope = target.rope(pos)
-        for i in range(-self.cfg.tli, 0):                              # from the end: a cache may have just N
+        for i in range(-self.cfg.tli, 0):                       # negative: a cache may have only N layers
             f = target.blocks[i](f, rope, mask, causal, cache, i)
         return target.norm(f)
 

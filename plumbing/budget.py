@@ -1,7 +1,7 @@
 """
 How many nodes a tree should have: as many as pay on this machine, for this text. The number's way:
 
-    --nodes 12     drafters.load_drafter makes Drafter(max_nodes=12); every tree has so many
+    --nodes 12     drafters.load_drafter makes Drafter(max_nodes=12); a best-first tree has at most so many
     --nodes auto   NODES of the device; on a CPU Drafter(max_nodes=4 * 8) and a NodeBudget: its limit, asked
                    by the decode loop (tree.Text.draft) for every step, goes to Drafter.draft(limit)
     both           Drafter.draft -> tree.plant -> tree.grow, which adds nodes until there are so many

@@ -7,9 +7,10 @@ Products    run over a multiple of Exact.product rows, filled up in GPT.run and 
 Attention   model.attend_exactly: whole pages of text in the target's dtype, alike for every row behind them;
             the page at hand in float64, where the order of a sum does not show after rounding.
 Trees       end in the page of their root: GPT.reach.
-Cost        bfloat16 and float64: always exact. float32 on a CPU: not where the rows cost a step more than
-            a quarter (ties of 1e-5 may flip then). float16 on a CPU: never. GPU: one number of rows for
-            all forwards. Without it, also by --no-exact, --compile or --graphs, target.exactness says so.
+Cost        bfloat16 and float64: whatever it costs, if rows up to 16 will do. float32 on a CPU: not where
+            the rows cost a step more than a quarter (ties of 1e-5 may flip then). float16 on a CPU: never.
+            GPU: one number of rows for all forwards. Without it, also by --no-exact, --compile or
+            --graphs, target.exactness says so.
 """
 from contextlib import contextmanager
 from functools import partial
