@@ -19,7 +19,6 @@ import os
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from medusa import Typical
@@ -217,7 +216,7 @@ def main(argv=None):
         d = drafters.get(name)
         sampler, accept = chooser(opt, exact=not d)
         steps = generate(target, prompt, opt.max_new_tokens, d, sampler, tokenizer.stops, accept)
-        with inexact(target) if name == INEXACT else nullcontext():
+        with inexact(target, name == INEXACT):
             return follow(steps, kept.get(name, ()))
 
     def explain(at):                                                   # in case that a text differs there

@@ -7,7 +7,6 @@ The prompt is training text of so many tokens; after it a few tokens are written
 as it is and not exact, and by the method, in turn. A step reads the cache once, so its cost should grow as
 the cache does, in a straight line.
 """
-import contextlib
 import json
 import os
 import platform
@@ -78,18 +77,19 @@ def main(argv=None):
           f"{'draft, ms':>9s} {'not exact, ms':>13s} {'speed-up':>8s} {'cache, MiB':>10s} "
           f"{'memory, GiB':>11s}")
     for length in lengths:
-        seen = {None: [], INEXACT: [], drafter: []}
+        seen = {d: [] for d in (None, *([INEXACT] if target.exact else []), drafter)}
         for _ in range(opt.repeats):
             for d in seen:
                 prompt, who = text[:length - opt.new_tokens], drafter if d is drafter else None
-                with inexact(target) if d == INEXACT else contextlib.nullcontext():
+                with inexact(target, d == INEXACT):
                     seen[d].append(complete(target, prompt, opt.new_tokens, who, Sampler())[1])
         middle = lambda d, figure: statistics.median(figure(stats) for stats in seen[d])
         step = lambda s: 1000 * (sum(s.seconds.values()) - s.seconds["prompt"]) / s.steps
         speed = lambda s: s.tokens_per_second
         c, size = target.cfg, target.wte.weight.element_size()
         row = dict(context=length, prompt=middle(None, lambda s: s.seconds["prompt"]),
-                   plain=middle(None, step), inexact=middle(INEXACT, step), step=middle(drafter, step),
+                   plain=middle(None, step), step=middle(drafter, step),
+                   inexact=middle(INEXACT if target.exact else None, step),
                    draft=middle(drafter, lambda s: 1000 * s.seconds["draft"] / s.steps),
                    speedup=middle(drafter, speed) / middle(None, speed),
                    cache=2 * c.n_layer * c.n_kv_head * c.head_dim * length * size / 2**20, memory=memory())
