@@ -70,7 +70,7 @@ class Config:
     every_min: int = arg(6, "a verification every U{min..max} tokens in training, T of the paper's bound")
     every_max: int = arg(14, "see every_min")
     staircase: bool = arg(True, "early in training SA often sees only tokens since the last verification")
-    tli_exact: bool = arg(False, "N > 0: train on true k, v up to last(i), as in drafting; off = theirs")
+    tli_exact: bool = arg(False, "N > 0: train on just the states that drafting has; off = as the authors")
     ce: float = arg(0.1, "weight of the cross-entropy against the target's distribution")
     feature: float = arg(1.0, "weight of the SmoothL1 distances of hidden states")
     steps: int = arg(220, "optimiser steps", low=1)

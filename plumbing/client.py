@@ -71,7 +71,7 @@ class RemoteText:
         self.tokens = list(prompt)
         self.n_known = 0                                               # tokens whose states have come
         self.is_open = False                                           # has the server tokens[:n_known]?
-        self.n_offline = 0                                               # tokens since the server was lost
+        self.n_offline = 0                                             # tokens since the server was lost
         self.server_back = None                                        # then: an Event, set when it is back
         budget = getattr(drafter, "node_budget", None)
         self.limit = budget.usual if budget else None                  # a round trip costs more than nodes
