@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from model import GPT, GPTConfig, arg
-from plumbing.options import command, parse, pick_device
+from plumbing.options import command, gpu, mixed, parse, pick_device
 from train import METHODS, BackboneConfig, train_backbone
 from plumbing.checkpoint import versions
 from plumbing.trainer import count
@@ -39,16 +39,17 @@ class Watch:
     """A run as train.py's, that only hands out random tokens and looks at the clock."""
     vocab = None
 
-    def __init__(self, opt, V, device):
+    def __init__(self, opt, V, device, kind):
         self.opt, self.device, self.V, self.seconds, self.done = opt, device, V, [], 0
         self.opt.compile = False
+        self.amp = torch.autocast("cuda" if gpu(device) else "cpu", torch.bfloat16, mixed(device, kind))
 
     def steps(self, module, optimisers, evaluate):
         module.train()
         for self.done in range(self.opt.steps):
             x = torch.randint(self.V, (self.opt.batch_size, self.opt.length), device=self.device)
             start = time.perf_counter()
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.startswith("cuda")):
+            with self.amp:
                 yield x
             self.seconds.append(time.perf_counter() - start)
 
@@ -109,7 +110,7 @@ def main(argv=None):
     loops = {"plain loop": lambda run: plain_loop(cfg, run), "backbone": lambda run: train_backbone(cfg, run)}
     loops |= {name: lambda run, m=m: m.train(m.Config(), target, run) for name, m in METHODS.items()}
     for name, loop in loops.items():
-        run = Watch(opt, cfg.vocab_size, device)
+        run = Watch(opt, cfg.vocab_size, device, name if name in METHODS else "backbone")
         trained = count(loop(run))
         row = dict(loop=name, trained=trained, tokens_per_second=run.tokens_per_second, peak=peak())
         print(f"{name:16s} {trained:10,d} trained {row['tokens_per_second']:8.0f} tokens/s, "
